@@ -82,6 +82,8 @@ WITH_CRITIC = {
     "estimator": "k1",
     "advantage": "gae",
 }
+# Rounding differences of experts grow faster from update to update.
+MOE_CRITIC = WITH_CRITIC | {"epochs": 1}
 # Smaller microbatches have no tensors that are large enough to be moved to the host.
 OFFLOAD = {"offload": 1, "microbatch": 4}
 SCHEDULES = (
@@ -106,6 +108,9 @@ LAYOUTS = [
     Layout("CP x2", 2, {"cp": 2}, True),
     Layout("PP x2, GPipe", 2, {"pp": 2, "schedule": "GPipe"}),
     *(Layout(f"PP x2, {s}", 2, {"pp": 2, "schedule": s}, s == "ZBVZeroBubble") for s in SCHEDULES),
+    Layout("PP x2, Helix", 2, {"pp": 2, "schedule": "Helix"}),
+    Layout("PP x2, Helix, full AC", 2, {"pp": 2, "schedule": "Helix", "ac": "full"}),
+    Layout("FSDP2 x2, TP x2, PP x2, Helix, full AC", 8, {"shard": 2, "tp": 2, "pp": 2, "schedule": "Helix", "ac": "full"}),
     Layout("PP x2, ZBVZeroBubble, full AC", 2, {"pp": 2, "schedule": "ZBVZeroBubble", "ac": "full"}),
     Layout("PP x2, 1F1B, selective AC", 2, {"pp": 2, "schedule": "1F1B", "ac": "selective"}),
     Layout("HSDP 2x2", 4, {"replicate": 2, "shard": 2}, True),
@@ -150,13 +155,14 @@ LAYOUTS = [
     Layout("TP x2, Muon", 2, {"tp": 2} | MUON, False, WITH_MUON),
     Layout("HSDP 2x2, Muon", 4, {"replicate": 2, "shard": 2} | MUON, False, WITH_MUON),
     Layout("FSDP2 x2, PP x2, ZBVZeroBubble, Muon", 4, {"shard": 2, "pp": 2, "schedule": "ZBVZeroBubble"} | MUON, False, WITH_MUON),
-    Layout(PPO, 1, WITH_CRITIC, True, PPO),
+    Layout(PPO, 1, WITH_CRITIC, False, PPO),
     Layout("FSDP2 x2, critic", 2, {"shard": 2} | WITH_CRITIC, False, PPO),
     Layout("replicate x2, critic", 2, {"replicate": 2} | WITH_CRITIC, False, PPO),
-    Layout("TP x2, critic", 2, {"tp": 2} | WITH_CRITIC, True, PPO),
+    Layout("TP x2, critic", 2, {"tp": 2} | WITH_CRITIC, False, PPO),
     Layout("CP x2, full AC, critic", 2, {"cp": 2, "ac": "full"} | WITH_CRITIC, False, PPO),
     Layout("PP x2, 1F1B, critic", 2, {"pp": 2, "schedule": "1F1B"} | WITH_CRITIC, False, PPO),
-    Layout("PP x2, ZBVZeroBubble, critic", 2, {"pp": 2, "schedule": "ZBVZeroBubble"} | WITH_CRITIC, True, PPO),
+    Layout("PP x2, ZBVZeroBubble, critic", 2, {"pp": 2, "schedule": "ZBVZeroBubble"} | WITH_CRITIC, False, PPO),
+    Layout("PP x2, Helix, critic", 2, {"pp": 2, "schedule": "Helix"} | WITH_CRITIC, False, PPO),
     Layout("HSDP 2x2, critic", 4, {"replicate": 2, "shard": 2} | WITH_CRITIC, False, PPO),
     Layout("FSDP2 x2, TP x2, critic", 4, {"shard": 2, "tp": 2} | WITH_CRITIC, False, PPO),
     Layout("FSDP2 x2, PP x2, ZBVZeroBubble, critic", 4, {"shard": 2, "pp": 2, "schedule": "ZBVZeroBubble"} | WITH_CRITIC, False, PPO),
@@ -197,9 +203,9 @@ MOE_LAYOUTS = [
     Layout("TP x2 lent to EP x2", 2, {"tp": 2, "ep": 2}),
     Layout(WITH_MUON, 1, MUON, False, WITH_MUON),
     Layout("FSDP2 x4, EP x2, Muon", 4, {"shard": 4, "ep": 2} | MUON, False, WITH_MUON),
-    Layout(PPO, 1, WITH_CRITIC, False, PPO),
-    Layout("FSDP2 x2 lent to EP x2, critic", 2, {"shard": 2, "ep": 2} | WITH_CRITIC, False, PPO),
-    Layout("FSDP2 x2, TP x2 lent to EP x2, critic", 4, {"shard": 2, "tp": 2, "ep": 2} | WITH_CRITIC, False, PPO),
+    Layout(PPO, 1, MOE_CRITIC, False, PPO),
+    Layout("FSDP2 x2 lent to EP x2, critic", 2, {"shard": 2, "ep": 2} | MOE_CRITIC, False, PPO),
+    Layout("FSDP2 x2, TP x2 lent to EP x2, critic", 4, {"shard": 2, "tp": 2, "ep": 2} | MOE_CRITIC, False, PPO),
     Layout("FSDP2 x4, EP x2", 4, {"shard": 4, "ep": 2}),
     Layout("HSDP 2x2, EP x2", 4, {"replicate": 2, "shard": 2, "ep": 2}),
     Layout("replicate x2, TP x2 lent to EP x2", 4, {"replicate": 2, "tp": 2, "ep": 2}),
@@ -213,6 +219,7 @@ MOE_LAYOUTS = [
 ALSO_BY_DEFAULT = {
     "llama3": (
         MIXED, "PP x2, ZBVZeroBubble, bfloat16", "FSDP2 x2, separate prompts", "TP x2, separate prompts",
+        PPO, "TP x2, critic", "PP x2, ZBVZeroBubble, critic", "PP x2, Helix, critic", "PP x2, Helix, full AC",
         "replicate x2", "FSDP2 x2, TP x2", "one process, full AC", "TP x2, selective AC", "FSDP2 x2 (ZeRO-2)", "PP x2, GPipe",
         "PP x2, Interleaved1F1B", "PP x4, InterleavedZeroBubble", "replicate x2, TP x2",
         "FSDP2 x2, TP x2, PP x2, 1F1B", "HSDP 2x2, TP x2", ONE, "CP x2, 4 updates a batch", REJECTION,

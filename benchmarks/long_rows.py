@@ -39,7 +39,7 @@ from typing import Any
 from helix import PartTimes, best_helix
 from ranks import run_ranks
 
-from torchtitan.grpo.pipeline.schedules import AUTO, SCHEDULES
+from torchtitan.grpo.pipeline.schedules import AUTO, LAYER_SCHEDULES, SCHEDULES
 from torchtitan.grpo.pipeline.simulate import Simulation, simulate
 from torchtitan.grpo.pipeline.tables.actions import Action, Costs, StageCosts, Table
 
@@ -101,7 +101,9 @@ def simulate_all(times: PartTimes, ranks: int, microbatches: int) -> dict[str, l
     """
     found = {}
     weights = times.linear + times.qkv
-    rows = [(name, row, row.stages_per_rank) for name, row in SCHEDULES.items() if name != AUTO]
+    rows = [
+        (name, row, row.stages_per_rank) for name, row in LAYER_SCHEDULES.items() if name != AUTO
+    ]
     for name in ("Interleaved1F1B", "InterleavedZeroBubble"):
         rows.append((f"{name}, {MORE_STAGES} stages", SCHEDULES[name], MORE_STAGES))
     for name, row, per_rank in rows:

@@ -22,7 +22,7 @@ from typing import Any
 from random_models import make_model
 from ranks import run_ranks
 
-from torchtitan.grpo.pipeline.schedules import AUTO, SCHEDULES
+from torchtitan.grpo.pipeline.schedules import AUTO, LAYER_SCHEDULES, SCHEDULES
 from torchtitan.grpo.pipeline.simulate import simulate
 from torchtitan.grpo.pipeline.tables.actions import Costs, StageCosts
 
@@ -77,7 +77,7 @@ def compare_passes(rounds: int) -> Result:
         )
         columns = [_passes_of(mode, m, rounds) for m in COUNTS]
         print(f"{'':22}" + "".join(f"{f'm = {m}':>22}" for m in COUNTS))
-        for name in SCHEDULES:
+        for name in LAYER_SCHEDULES:
             cells = [
                 f"{1000 * statistics.median(s):.0f} ({1000 * min(s):.0f} to {1000 * max(s):.0f})"
                 for s in (seconds[name] for seconds, _ in columns)
@@ -102,7 +102,8 @@ def compare_passes(rounds: int) -> Result:
 def _passes_of(mode: str, microbatches: int, rounds: int) -> tuple[dict[str, list[float]], str]:
     """Returns the seconds of each round by schedule, and the schedule that ``auto`` selects."""
     cases = {
-        name: {"schedule": name, "ac": mode, "microbatches": microbatches} for name in SCHEDULES
+        name: {"schedule": name, "ac": mode, "microbatches": microbatches}
+        for name in LAYER_SCHEDULES
     }
     with tempfile.TemporaryDirectory() as folder:
         found = run(Path(folder), "passes", cases, microbatches, SEQ_LEN, rounds)

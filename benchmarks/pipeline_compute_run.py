@@ -18,6 +18,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "programs"))
 from build_model import build_stages
 
 from torchtitan.grpo.pipeline.build import build_schedule
+from torchtitan.grpo.pipeline.helix_schedule import HelixSchedule
 from torchtitan.grpo.pipeline.pass_timer import PassTimer
 from torchtitan.grpo.pipeline.table_schedule import TableSchedule
 
@@ -31,7 +32,7 @@ class ProcessorTimer(PassTimer):
         return time.thread_time()
 
 
-def build(job: dict[str, Any], case: dict[str, Any]) -> tuple[TableSchedule, str]:
+def build(job: dict[str, Any], case: dict[str, Any]) -> tuple[TableSchedule | HelixSchedule, str]:
     """Returns the schedule of a case over the stages of a real model, and its name."""
     built, stages = build_stages(
         job["model"], job["seq_len"], local_batch_size=1, pp=job["ranks"],
@@ -40,10 +41,11 @@ def build(job: dict[str, Any], case: dict[str, Any]) -> tuple[TableSchedule, str
     schedule = build_schedule(
         built.config, stages, lambda output, _: output[..., 0].sum(), built.measured
     )
+    assert isinstance(schedule, TableSchedule), "these cases have stages of whole layers"
     return schedule, built.config.parallelism.pipeline_parallel_schedule
 
 
-def run_pass(schedule: TableSchedule, job: dict[str, Any]) -> float:
+def run_pass(schedule: TableSchedule | HelixSchedule, job: dict[str, Any]) -> float:
     """Runs one pass; returns the time from the start of the first rank to the end of the last."""
     microbatches, shape = job["microbatches"], (1, job["seq_len"])
     rows = [torch.randint(1, 500, shape) for _ in range(microbatches)]

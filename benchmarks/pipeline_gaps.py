@@ -31,7 +31,7 @@ from typing import Any
 
 from ranks import run_ranks
 
-from torchtitan.grpo.pipeline.schedules import AUTO, SCHEDULES
+from torchtitan.grpo.pipeline.schedules import AUTO, LAYER_SCHEDULES, SCHEDULES
 from torchtitan.grpo.pipeline.simulate import simulate
 from torchtitan.grpo.pipeline.tables.actions import Action, Costs, Table
 from torchtitan.grpo.pipeline.tables.gaps import fill_gaps
@@ -92,7 +92,7 @@ def simulated() -> dict[str, float]:
             "relative to separate reference passes"
         )
         print(f"{'':22}" + "".join(f"{f'p = {p}':>16}" for p in DEGREES))
-        for name in SCHEDULES:
+        for name in LAYER_SCHEDULES:
             if name == AUTO:
                 continue
             cells = []

@@ -26,17 +26,19 @@ DIM = 4
 
 
 class Sleep(torch.autograd.Function):
-    """Sleeps in the forward pass and in the backward pass."""
+    """Sleeps in the forward pass and in the backward pass; not while ``is_awake``."""
+
+    is_awake = False
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, forward: float, backward: float) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.seconds = backward
-        time.sleep(forward)
+        time.sleep(0.0 if Sleep.is_awake else forward)
         return hidden.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        time.sleep(ctx.seconds)
+        time.sleep(0.0 if Sleep.is_awake else ctx.seconds)
         return grad, None, None
 
 

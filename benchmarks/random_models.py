@@ -15,6 +15,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "0.1M": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "heads": 2},
     "1M": {"hidden_size": 192, "intermediate_size": 576, "num_hidden_layers": 2, "heads": 2},
     "5M": {"hidden_size": 384, "intermediate_size": 1152, "num_hidden_layers": 2, "heads": 6},
+    "4 layers": {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "heads": 4},
     "8 layers": {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 8, "heads": 4},
     "30M": {"hidden_size": 704, "intermediate_size": 2176, "num_hidden_layers": 5, "heads": 8},
     "120M": {"hidden_size": 1408, "intermediate_size": 4480, "num_hidden_layers": 5, "heads": 16},

@@ -126,6 +126,7 @@ class Learner:
         ]
         rows = build_rows(samples, [[i] for i in range(count)], PROMPT_TOKENS + COMPLETION_TOKENS)
         config = GRPO()
+        assert config.advantage != "gae"
         advantages = compute_advantages(
             self._random.integers(0, 2, count).astype(np.float64),
             np.repeat(np.arange(GROUPS), GROUP_SIZE),

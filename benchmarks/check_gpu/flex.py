@@ -54,20 +54,30 @@ class AttentionCase:
         ]
         self.grad = torch.randn(rows, heads, seq, dim, dtype=dtype, device=self.device)
 
-    def ids(self, seed: int) -> torch.Tensor:
-        """Returns [rows, seq] ids of sequences, whose borders depend on the seed."""
-        generator = torch.Generator().manual_seed(seed)
-        borders = torch.rand(self.shape, generator=generator) < 8 / self.shape[1]
-        return borders.cumsum(1).to(self.device)
+    def reach(self, seed: int) -> torch.Tensor:
+        """Returns the reach of tokens, [rows, seq], of sequences whose borders depend on the seed.
 
-    def attend(self, ids: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
+        The second half of each row is a context and two sequences that share it.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        seq = self.shape[1]
+        ends = torch.rand(self.shape, generator=generator) < 8 / seq
+        ends[:, [seq // 2 - 1, seq - 1]] = True
+        places = torch.where(ends, torch.arange(1, seq + 1), seq)
+        reach = places.flip(1).cummin(1).values.flip(1)
+        reach[:, seq // 2 : seq * 3 // 4] = seq
+        reach[:, seq * 3 // 4 : seq * 7 // 8] = seq * 7 // 8
+        reach[:, seq * 7 // 8 :] = seq
+        return reach.to(self.device)
+
+    def attend(self, reach: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
         """Returns the output of packed attention for the inputs of this case, or for others."""
-        mask = packed_mask(ids, self.kind)
+        mask = packed_mask(reach, self.kind)
         return self.attention(*(inputs or self.inputs), block_mask=mask, enable_gqa=True)
 
     def train(self, seed: int) -> None:
         """Runs forward and backward pass."""
-        self.attend(self.ids(seed)).backward(self.grad)
+        self.attend(self.reach(seed)).backward(self.grad)
 
 
 def run(settings: Settings) -> Iterator[Row]:
@@ -113,10 +123,10 @@ def _measure(case: AttentionCase) -> dict[str, float]:
     trained = _num_graphs()
     with torch.no_grad():
         for seed in range(_ROWS):
-            case.attend(case.ids(seed))
+            case.attend(case.reach(seed))
     figures["more_graphs_without_gradient"] = _num_graphs() - trained
-    ids = case.ids(0)
-    out = checkpoint(lambda *inputs: case.attend(ids, *inputs), *case.inputs, use_reentrant=False)
+    reach = case.reach(0)
+    out = checkpoint(lambda *inputs: case.attend(reach, *inputs), *case.inputs, use_reentrant=False)
     assert isinstance(out, torch.Tensor)
     out.backward(case.grad)  # activation checkpointing calls the compiled function once more
     return figures

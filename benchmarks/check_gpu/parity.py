@@ -82,12 +82,12 @@ def _logprobs(settings: Settings, tokens: int, vocab: int, dim: int, dtype: torc
 
 def _attention(kind: PackedAttentionKind, settings: Settings) -> Row:
     case = AttentionCase(kind, settings, 2, 2048 if settings.on_gpu else 64)
-    ids = case.ids(1)
-    out = case.attend(ids)
+    reach = case.reach(1)
+    out = case.attend(reach)
     out.backward(case.grad)
     q, k, v = (t.detach()[:1].cpu().double().requires_grad_() for t in case.inputs)
-    seq, row = ids.shape[1], ids[0].cpu()
-    seen = (row[:, None] == row[None]) & torch.ones(seq, seq, dtype=torch.bool).tril()
+    seq, row = reach.shape[1], reach[0].cpu()
+    seen = (torch.arange(seq)[:, None] < row[None]) & torch.ones(seq, seq, dtype=torch.bool).tril()
     repeats = q.shape[1] // k.shape[1]
     scores = q @ k.repeat_interleave(repeats, 1).mT * q.shape[-1] ** -0.5
     weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)

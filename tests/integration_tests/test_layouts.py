@@ -19,20 +19,25 @@ def reward(prompts, completions, **columns):
 
 
 @pytest.mark.parametrize(
-    ("config", "num_ranks"),
+    ("config", "num_ranks", "more"),
     [
-        pytest.param("tensor_parallel", 2, marks=pytest.mark.long),
-        ("zero_bubble", 2),
-        ("context_parallel", 2),
-        ("3d", 8),
+        pytest.param("tensor_parallel", 2, (), marks=pytest.mark.long),
+        ("zero_bubble", 2, ()),
+        # The unit tests of the schedule compare its gradients, and those of shards their collection.
+        pytest.param(
+            "zero_bubble", 2, ("--parallelism.pipeline_parallel_schedule=Helix",),
+            marks=pytest.mark.long,
+        ),
+        ("context_parallel", 2, ()),
+        ("3d", 8, ()),
     ],
-)
-def test_servers_get_the_weights_of_all_stages_and_shards(make_run, config, num_ranks):
+)  # fmt: skip
+def test_servers_get_the_weights_of_all_stages_and_shards(make_run, config, num_ranks, more):
     """Without staleness, the trainer scores tokens that the server sampled from the weights
     pushed last. At this learning rate, a shard or stage that was not pushed would show."""
     run = make_run(
         *SMALL, "--rollout.max_head_offpolicyness=0", "--optimizer.lr=3e-3",
-        "--lr_scheduler.warmup_steps=0", config=f"quickstart_{config}", num_ranks=num_ranks,
+        "--lr_scheduler.warmup_steps=0", *more, config=f"quickstart_{config}", num_ranks=num_ranks,
     ).succeed()  # fmt: skip
     for record in run.metrics:
         assert record["staleness/max_steps"] == 0

@@ -49,6 +49,7 @@ def build_stages(
     early_blocks: int = 1,
     layers_per_stage: int | None = None,
     offload: float = 0.0,
+    chunk_tokens: int = 0,
     lora: dict[str, Any] | None = None,
     microbatches: int = 0,
     edge_layers: int = 1,
@@ -73,6 +74,7 @@ def build_stages(
     config.grpo.logprob_keep_logits = keeps_logits
     config.grpo.recompute_early_blocks = early_blocks
     config.grpo.pipeline_offload = offload
+    config.grpo.pipeline_chunk_tokens = chunk_tokens
     config.compile.enable = compiled
     config.grpo.packed_attention = attention
     config.parallelism.fsdp_between_microbatches = kept

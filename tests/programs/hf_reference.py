@@ -15,7 +15,7 @@ GROUPS = [0, 0, -1, 1, 1, 1]
 """The first two sequences share a context, and the last three one of which two share more."""
 SEQ_LEN = 20
 ARGUMENTS = {
-    "sequences": SEQUENCES, "prompts": PROMPTS, "rows": ROWS, "groups": GROUPS, "seq_len": SEQ_LEN,
+    "sequences": SEQUENCES, "prompts": PROMPTS, "rows": ROWS, "sharing": GROUPS, "seq_len": SEQ_LEN,
 }  # fmt: skip
 """For programs that make rows of them."""
 

@@ -139,6 +139,7 @@ def assert_jobs_were_run(dump: Path, num_steps: int) -> None:
     # Each rank may also run units before the passes 1, 2, 4, 8 and 16.
     num_tries = sum(len(words) // 3 for words in lines) - total["pipeline/fill_units"]
     assert total["pipeline/fill_units"] > 0 and 2 * (2 + 4) <= num_tries <= 2 * (2 + 4 + 3)
-    assert 0 < total["pipeline/fill_seconds"] < total["pipeline/fill_usable_seconds"]
+    # On a busy machine, units take longer than the simulated gaps.
+    assert total["pipeline/fill_seconds"] > 0 and total["pipeline/fill_usable_seconds"] > 0
     assert total["pipeline/fill_late_seconds"] > 0
     assert [record["pipeline/fill_lost_jobs"] for record in metrics] == [2.0] * num_steps

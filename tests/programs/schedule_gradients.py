@@ -8,7 +8,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from torchtitan.grpo.models.weight_grads import WeightGradients, defer_linears
 from torchtitan.grpo.pipeline.lean_stage import DeferredStage, LeanStage
-from torchtitan.grpo.pipeline.schedules import AUTO, SCHEDULES
+from torchtitan.grpo.pipeline.schedules import AUTO, LAYER_SCHEDULES, SCHEDULES
 from torchtitan.grpo.pipeline.table_schedule import TableSchedule
 from torchtitan.grpo.pipeline.tables.actions import Costs
 
@@ -74,7 +74,7 @@ def main(arguments):
     for _ in range(arguments["tries"]):
         microbatches = int(random.integers(1, 4 * dist.get_world_size()))
         times = [float(time) for time in random.uniform(0.3, 3, 3)]
-        for name in SCHEDULES:
+        for name in LAYER_SCHEDULES:
             if name != AUTO:
                 key = f"{name}, {microbatches} microbatches, times {times}"
                 distances[key] = largest_distance(name, microbatches, times)

@@ -15,10 +15,10 @@ from torchtitan.grpo.training.stage_runner import PipelineRunner, StageLoss
 
 
 def rows_of(arguments: dict) -> TrainRows:
-    """Rows of ``sequences``, of which ``prompts`` tokens (2) are the prompt; ``groups`` share theirs."""
+    """Rows of ``sequences``, of which ``prompts`` tokens (2) are the prompt; those of equal ``sharing`` share theirs."""
     sequences = arguments["sequences"]
     prompts = arguments.get("prompts", [2] * len(sequences))
-    groups = arguments.get("groups", [NO_GROUP] * len(sequences))
+    groups = arguments.get("sharing", [NO_GROUP] * len(sequences))
     samples = [
         Sample(
             torch.tensor(ids[:num_prompt], dtype=torch.int32).numpy(),

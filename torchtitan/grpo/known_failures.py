@@ -104,6 +104,12 @@ def _pipeline_remedies(config: JobConfig) -> Iterator[str]:
         yield "grpo.recompute_early_blocks = 1"
     if schedule.is_zero_bubble and config.grpo.max_pending_weight_grads_gib != 0:
         yield "a smaller grpo.max_pending_weight_grads_gib (0 keeps nothing for later)"
+    takes_chunks = (
+        config.activation_checkpoint.mode == "full"
+        and config.parallelism.tensor_parallel_degree == 1
+    )
+    if schedule.divides_layers and takes_chunks and config.grpo.pipeline_chunk_tokens == 0:
+        yield "grpo.pipeline_chunk_tokens, which computes the feed-forward layers in parts"
     if schedule.name not in ("VHalf", "VMin"):
         yield 'parallelism.pipeline_parallel_schedule = "VHalf", which holds fewer microbatches'
 

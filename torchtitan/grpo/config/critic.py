@@ -25,8 +25,9 @@ class Critic:
     holds a head of one output, ``score.weight``, as reward models do."""
 
     lr: Annotated[float, at_least(0)] = 1e-5
-    """Learning rate of the critic after the warmup. All other settings of ``[optimizer]`` and
-    ``[lr_scheduler]``, and ``training.max_norm``, apply to both models. verl's default is 1e-5,
+    """Learning rate of the critic after the warmup. With Muon it is also that of
+    matrices. All other settings of ``[optimizer]`` and ``[lr_scheduler]``, and
+    ``training.max_norm``, apply to both models. verl's default is 1e-5,
     too; it is usually higher than the policy's."""
 
     gamma: Annotated[float, above(0).at_most(1)] = 1.0

@@ -275,6 +275,13 @@ class GRPO:
     many as can be copied while the rank computes, based on times and a bandwidth that are measured
     in an early step. Cannot be combined with ``compile.enable``."""
 
+    pipeline_chunk_tokens: Annotated[int, at_least(1).or_value(0, "all")] = 0
+    """Number of tokens of a row for which the schedule Helix computes the parts of a layer other
+    than attention at a time, so that the intermediate tensors of the feed-forward layers exist for
+    these tokens alone. 0 means all tokens. Needs ``activation_checkpoint.mode = "full"``, and is not
+    possible with tensor parallelism. Has no effect on the first and last part of the model, or
+    under other schedules."""
+
     pipeline_fill_gaps: bool = True
     """Whether a pipeline computes the log-probabilities under the reference policy and the proximal
     policy in the idle time of its training passes, as long as this causes no delay. This requires

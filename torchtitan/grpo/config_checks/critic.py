@@ -33,9 +33,12 @@ def check_critic(config: JobConfig) -> None:
     )
     forbid(
         setting,
-        {"grpo.filter_zero_advantage": grpo.filter_zero_advantage},
-        "groups with equal rewards have advantages other than 0, and the critic learns from them. Set "
-        "grpo.filter_zero_advantage = false.",
+        {
+            "grpo.filter_zero_advantage": grpo.filter_zero_advantage,
+            "rollout.dynamic_sampling": config.rollout.dynamic_sampling,
+        },
+        "groups with equal rewards have advantages other than 0, and the critic learns from them. Set it to "
+        "false.",
     )
     forbid(
         setting,
@@ -56,6 +59,15 @@ def check_critic(config: JobConfig) -> None:
         },
         "the teacher's part of advantages is relative to the group's mean, and those of the critic are "
         "not. Set teacher.top_k, which makes it a term of the loss.",
+    )
+    forbid(
+        setting,
+        {
+            "optimizer.muon_adjust_lr = 'original'": config.optimizer.name == "Muon"
+            and config.optimizer.muon_adjust_lr == "original"
+        },
+        "critic.lr is also Muon's for the critic, and with 'original' its updates are not as large as AdamW's. "
+        "Use 'match_rms_adamw'.",
     )
     require(
         path is None or Path(path).is_dir() or is_hub_name(path),

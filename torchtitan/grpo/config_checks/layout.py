@@ -8,7 +8,8 @@ import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from torchtitan.grpo.pipeline.schedules import SCHEDULES
+from torchtitan.grpo.pipeline.helix_limits import helix_model_problems, helix_problems
+from torchtitan.grpo.pipeline.schedules import HELIX, SCHEDULES
 from torchtitan.grpo.pipeline.stages import stage_modules
 from torchtitan.grpo.upstream.configuration import JobConfig, Parallelism
 
@@ -139,6 +140,8 @@ def _pipeline_problems(config: JobConfig) -> Iterator[str]:
             "microbatches of this size."
         )
         return
+    if schedule.divides_layers:
+        yield from helix_problems(config)
     backend = config.compile.backend
     if schedule.is_zero_bubble and _compiles_model(config) and backend != "inductor":
         yield (
@@ -228,6 +231,8 @@ def model_layout_problems(config: JobConfig, model: "HFModel") -> Iterator[str]:
                 f"parallel_degree = {settings.pipeline_parallel_degree} under "
                 f"{settings.pipeline_parallel_schedule}: {error}"
             )
+        if settings.pipeline_parallel_schedule == HELIX:
+            yield from helix_model_problems(args, model.path)
     yield from _compiled_checkpoint_problems(config, model)
     yield from _expert_problems(config, model)
 

@@ -11,20 +11,33 @@ heaviest rank; the search ends once both are as good as they can be.
 """
 
 import bisect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
 
 from torchtitan.grpo.data.cost import SequenceCost
 from torchtitan.grpo.data.packing import rows_per_rank
 from torchtitan.grpo.data.rows import Sample
 from torchtitan.grpo.data.shared_context import NO_GROUP, cost_of, num_computed, spans_of
-from torchtitan.grpo.data.spread import Spread, group_rows, spread_by_cost, spread_by_rows
+from torchtitan.grpo.data.spread import (
+    Spread,
+    group_rows,
+    rank_costs,
+    spread_by_cost,
+    spread_by_rows,
+)
 
 _EVEN = 1e-3
 """Ranks are balanced if the heaviest is at most this fraction above the mean."""
 
-_Bundle = list[int]
-"""Indices of sequences of one group, which fit into a row together."""
+
+class _Bundle(NamedTuple):
+    """Sequences of one group, by index, with what they need in a row together."""
+
+    members: list[int]
+    num_tokens: int
+    cost: float
 
 
 @dataclass(frozen=True)
@@ -40,13 +53,14 @@ class Layout:
 
     def spread(self, samples: Sequence[Sample], min_rows: int = 0) -> Spread:
         """For each rank its rows, each a list of indices of ``samples``; at least ``min_rows``."""
-        least = max(self._least_rows(samples, [list(range(len(samples)))]), min_rows)
-        best, best_key = None, (0, 0.0)
-        for bundles in _bundlings(samples, self.row_len):
-            if best is not None and self._least_rows(samples, bundles) > best_key[0]:
+        best, best_key, least = None, (0, 0.0), min_rows
+        for bundles, is_whole in _bundlings(samples, self.row_len, self.cost):
+            rows = self._least_rows(sum(bundle.num_tokens for bundle in bundles))
+            if is_whole:  # no other bundles hold fewer tokens
+                least = max(rows, min_rows)
+            if best is not None and rows > best_key[0]:
                 continue
-            spread = self._spread(samples, bundles, min_rows)
-            costs = self.rank_costs(spread, samples)
+            spread, costs = self._spread(bundles, min_rows)
             key = (len(spread[0]), max(costs))
             if best is None or key < best_key:
                 best, best_key = spread, key
@@ -55,22 +69,20 @@ class Layout:
         assert best is not None, "each sequence by itself is a bundling"
         return best
 
-    def _least_rows(self, samples: Sequence[Sample], bundles: Sequence[_Bundle]) -> int:
-        """Rows of a rank that hold the tokens of bundles, if rows can be full."""
-        rows = -(-sum(_num_tokens(samples, bundle) for bundle in bundles) // self.row_len)
-        return rows_per_rank(rows, self.num_ranks, self.local_batch_size * self.row_bucket)
-
     def rank_costs(self, spread: Spread, samples: Sequence[Sample]) -> list[float]:
         return [
             sum(cost_of(spans_of([samples[i] for i in row]), self.cost) for row in rows)
             for rows in spread
         ]
 
-    def _spread(
-        self, samples: Sequence[Sample], bundles: Sequence[_Bundle], min_rows: int
-    ) -> Spread:
-        spans = [spans_of([samples[i] for i in bundle]) for bundle in bundles]
-        lengths = [num_computed(of_bundle) for of_bundle in spans]
+    def _least_rows(self, num_tokens: int) -> int:
+        """Rows of a rank that hold so many tokens, if rows can be full."""
+        rows = -(-num_tokens // self.row_len)
+        return rows_per_rank(rows, self.num_ranks, self.local_batch_size * self.row_bucket)
+
+    def _spread(self, bundles: Sequence[_Bundle], min_rows: int) -> tuple[Spread, list[float]]:
+        """Returns rows of sequences, and the cost of each rank."""
+        lengths, costs = ([getattr(b, key) for b in bundles] for key in ("num_tokens", "cost"))
         shape = {
             "num_ranks": self.num_ranks,
             "row_len": self.row_len,
@@ -78,12 +90,13 @@ class Layout:
             "min_rows": min_rows,
         }
         if self.balance:
-            costs = [cost_of(of_bundle, self.cost) for of_bundle in spans]
             spread = spread_by_cost(lengths, costs, **shape)
             spread = [group_rows(rows, costs, self.local_batch_size) for rows in spread]
         else:
             spread = spread_by_rows(lengths, **shape)
-        return [[[i for b in row for i in bundles[b]] for row in rows] for rows in spread]
+        of_ranks = rank_costs(spread, costs)
+        rows = [[[i for b in row for i in bundles[b].members] for row in rows] for rows in spread]
+        return rows, of_ranks
 
 
 def lay_out(
@@ -115,53 +128,66 @@ def lay_out(
     }
 
 
-def _bundlings(samples: Sequence[Sample], row_len: int) -> Iterator[list[_Bundle]]:
-    """Yields ways to bundle sequences, the largest bundles first."""
+def _bundlings(
+    samples: Sequence[Sample], row_len: int, cost: SequenceCost
+) -> Iterator[tuple[list[_Bundle], bool]]:
+    """Yields ways to bundle sequences, the largest bundles first.
+
+    The flag says that the bundles are whole groups, as far as they fit into a row.
+    """
+
+    @cache
+    def bundle(members: tuple[int, ...]) -> _Bundle:
+        spans = spans_of([samples[i] for i in members])
+        return _Bundle(list(members), num_computed(spans), cost_of(spans, cost))
+
     groups: dict[int, list[int]] = {}
     for index, sample in enumerate(samples):
-        groups.setdefault(sample.group if sample.group != NO_GROUP else -2 - index, []).append(
-            index
-        )
+        key = sample.group if sample.group != NO_GROUP else -2 - index
+        groups.setdefault(key, []).append(index)
     size = most = max((len(members) for members in groups.values()), default=1)
     last = None
     while size > 1:
-        parts = [of[i : i + size] for of in groups.values() for i in range(0, len(of), size)]
-        bundles = [bundle for part in parts for bundle in _fitting(samples, part, row_len)]
-        if bundles != last:
-            yield bundles
+        parts = [tuple(of[i : i + size]) for of in groups.values() for i in range(0, len(of), size)]
+        found = [b for part in parts for b in _fitting(bundle, part, row_len)]
+        if found != last:
+            yield found, size == most
         if size == most:
-            yield list(_in_line(samples, list(groups.values()), row_len))
-        last, size = bundles, -(-size // 2)
-    yield [[index] for index in range(len(samples))]
+            yield list(_in_line(bundle, [tuple(of) for of in groups.values()], row_len)), False
+        last, size = found, -(-size // 2)
+    yield [bundle((index,)) for index in range(len(samples))], most == 1
 
 
-def _fitting(samples: Sequence[Sample], members: _Bundle, row_len: int) -> Iterator[_Bundle]:
+_Bundler = Callable[[tuple[int, ...]], _Bundle]
+
+
+def _fitting(bundle: _Bundler, members: tuple[int, ...], row_len: int) -> Iterator[_Bundle]:
     """Halves a bundle until it fits into a row, or is a single sequence."""
-    if len(members) == 1 or _num_tokens(samples, members) <= row_len:
-        yield members
+    whole = bundle(members)
+    if len(members) == 1 or whole.num_tokens <= row_len:
+        yield whole
         return
     half = len(members) // 2
-    yield from _fitting(samples, members[:half], row_len)
-    yield from _fitting(samples, members[half:], row_len)
+    yield from _fitting(bundle, members[:half], row_len)
+    yield from _fitting(bundle, members[half:], row_len)
 
 
 def _in_line(
-    samples: Sequence[Sample], groups: Sequence[_Bundle], row_len: int
+    bundle: _Bundler, groups: Sequence[tuple[int, ...]], row_len: int
 ) -> Iterator[_Bundle]:
     """Fills rows with groups, which are divided only where a row ends."""
     free = row_len
     for rest in groups:
         while rest:
-            count = bisect.bisect_right(
-                range(1, len(rest) + 1), free, key=lambda n: _num_tokens(samples, rest[:n])
-            )
+            count = len(rest)
+            if bundle(rest).num_tokens > free:
+                numbers = range(1, len(rest))
+                count = bisect.bisect_right(
+                    numbers, free, key=lambda n: bundle(rest[:n]).num_tokens
+                )
             if count == 0 and free < row_len:
                 free = row_len
                 continue
-            bundle, rest = rest[: max(count, 1)], rest[max(count, 1) :]
-            free -= _num_tokens(samples, bundle)
-            yield bundle
-
-
-def _num_tokens(samples: Sequence[Sample], bundle: _Bundle) -> int:
-    return num_computed(spans_of([samples[i] for i in bundle]))
+            taken, rest = bundle(rest[: max(count, 1)]), rest[max(count, 1) :]
+            free -= taken.num_tokens
+            yield taken

@@ -26,6 +26,7 @@ from typing import Protocol
 import numpy as np
 
 from torchtitan.grpo.data.cost import SequenceCost
+from torchtitan.grpo.models.tree_attention import MAX_LEVELS
 
 NO_GROUP = -1
 """Group of a sequence that shares nothing."""
@@ -94,16 +95,20 @@ def _subtree(
     contexts: Sequence[np.ndarray],
     members: Sequence[int],
     begin: int,
+    depth: int = 0,
 ) -> list[Span]:
-    """Spans of sequences that agree before ``begin``, without those that lie before it."""
-    if len(members) == 1:
-        length = sequences[members[0]].num_tokens
-        return [Span(members[0], begin, length, length - begin, is_context=False)]
+    """Spans of sequences that agree before ``begin``, without those that lie before it.
+
+    ``depth`` counts the contexts above. At the most, each sequence has the rest of its own.
+    """
+    if len(members) == 1 or depth == MAX_LEVELS:
+        lengths = {member: sequences[member].num_tokens for member in members}
+        return [Span(m, begin, end, end - begin, is_context=False) for m, end in lengths.items()]
     end = _common_end([contexts[member] for member in members], begin)
     below = [
         span
         for branch in _branches(contexts, members, end)
-        for span in _subtree(sequences, contexts, branch, end)
+        for span in _subtree(sequences, contexts, branch, end, depth + (end > begin))
     ]
     if end == begin:
         return below

@@ -151,7 +151,7 @@ def plan_step(
     table = table.take(kept)
     learned = _weighted_minibatches(rollouts, sources, table, config, max_new_tokens)
     if shares_contexts:
-        learned = [_in_groups(samples, table, knows_tokens) for samples in learned]
+        learned = [_in_groups(samples, rollouts, table, knows_tokens) for samples in learned]
     minibatches = [a + b for a, b in zip(learned, _ptx_of_minibatches(ptx, config), strict=True)]
     shape = Layout(num_ranks, row_len, local_batch_size, row_bucket, balance, cost)
     layout, layout_metrics = lay_out(minibatches, shape)
@@ -171,13 +171,19 @@ def plan_step(
     return plan
 
 
-def _in_groups(samples: Sequence[Sample], table: SampleTable, knows_tokens: bool) -> list[Sample]:
-    prompts: dict[int, np.ndarray] = {}
-    grouped = []
+def _in_groups(
+    samples: Sequence[Sample],
+    rollouts: Sequence[Rollout],
+    table: SampleTable,
+    knows_tokens: bool,
+) -> list[Sample]:
+    group_ids, grouped = table.group_ids.tolist(), []
+    prompts: dict[int, np.ndarray] = {}  # of the first rollout of each group
+    for group, rollout in zip(group_ids, rollouts, strict=True):
+        prompts.setdefault(group, rollout.prompt_ids)
     for sample in samples:
-        group = int(table.group_ids[sample.sample_id])
-        prompt = prompts.setdefault(group, sample.prompt_ids)
-        shares = knows_tokens or sample.prompt_ids is prompt
+        group = group_ids[sample.sample_id]
+        shares = knows_tokens or sample.prompt_ids is prompts[group]
         grouped.append(replace(sample, group=group if shares else NO_GROUP))
     return grouped
 

@@ -25,7 +25,8 @@ class PolicyInputs:
         logprobs: float, of the labels under the current policy; carries gradients.
         old_logprobs: float, of the policy that the ratio is against (``grpo.old_policy``).
         generator_logprobs: float, recorded at sampling time.
-        advantages: float, constant within a sequence except for a teacher's part (``[teacher]``).
+        advantages: float, constant within a sequence, except for a teacher's part (``[teacher]``)
+            and with a critic (``grpo.advantage = "gae"``).
         entropy: float, of the current policy's distribution at each token; carries gradients.
             0 if neither ``grpo.entropy_coef`` nor ``grpo.log_entropy`` is set.
         loss_mask: bool, True on trained tokens.

@@ -26,8 +26,12 @@ _VARLEN_MAX_HEAD_DIM, _VARLEN_HEAD_DIM_MULTIPLE = 256, 8
 
 # Far above what 16 bits lose, and far below what one token of another sequence adds.
 _TOLERANCE = 0.05
-# Number of tokens of each span, and its reach. In the second row two sequences share a context.
-_TRIED = (((100, 100), (28, 128), (128, 256)), ((1, 1), (55, 256), (100, 156), (100, 256)))
+# Number of tokens of each span, and its reach. In the second row three sequences share a context, and
+# two of them another one.
+_TRIED = (
+    ((100, 100), (28, 128), (128, 256)),
+    ((1, 1), (55, 256), (20, 156), (30, 106), (50, 156), (100, 256)),
+)
 _TRIED_HEADS = (4, 2, 2)
 
 _failed: dict[PackedAttentionKind, str] = {}
@@ -81,7 +85,10 @@ def try_packed_attention(config: JobConfig, device: torch.device, head_dim: int)
     """
     dtype = TORCH_DTYPE_MAP[config.training.mixed_precision_param]
     kind = choose_packed_attention(config, device.type, head_dim)
-    while device.type == "cuda" and (failure := _failure_anywhere(kind, device, dtype, head_dim)):
+    shares = config.prompts.share_contexts
+    while device.type == "cuda" and (
+        failure := _failure_anywhere(kind, device, dtype, head_dim, shares)
+    ):
         _failed[kind] = failure
         if kind == "sdpa":
             logger.warning(
@@ -100,10 +107,14 @@ def try_packed_attention(config: JobConfig, device: torch.device, head_dim: int)
 
 
 def _failure_anywhere(
-    kind: PackedAttentionKind, device: torch.device, dtype: torch.dtype, head_dim: int
+    kind: PackedAttentionKind,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    shares_contexts: bool,
 ) -> str | None:
     """All ranks must take the same kernel."""
-    failure = failure_of(kind, device, dtype, head_dim)
+    failure = failure_of(kind, device, dtype, head_dim, shares_contexts)
     if dist.is_initialized():
         has_failed = torch.tensor(int(failure is not None), device=device)
         dist.all_reduce(has_failed, dist.ReduceOp.MAX)
@@ -113,10 +124,15 @@ def _failure_anywhere(
 
 
 def failure_of(
-    kind: PackedAttentionKind, device: torch.device, dtype: torch.dtype, head_dim: int
+    kind: PackedAttentionKind,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    shares_contexts: bool = True,
 ) -> str | None:
     """Compares attention over small packed rows, and its gradients, with float32 on the CPU.
 
+    Contexts are shared only with ``shares_contexts``, which needs another function of torch.
     Returns None if the numbers are right. Of ``sdpa`` only the memory-efficient kernel counts.
     """
     seq_len, generator = _TRIED[0][-1][1], torch.Generator().manual_seed(0)
@@ -124,13 +140,14 @@ def failure_of(
         torch.randn(2, heads, seq_len, head_dim, generator=generator) for heads in _TRIED_HEADS
     ]
     inputs = [tensor.to(dtype) for tensor in inputs]
-    expected = _with_gradients("sdpa", [tensor.float() for tensor in inputs])
+    expected = _with_gradients("sdpa", [tensor.float() for tensor in inputs], shares_contexts)
     backend = contextlib.nullcontext()
     if kind == "sdpa":
         backend = sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION)
     try:
         with backend:
-            found = _with_gradients(kind, [tensor.to(device) for tensor in inputs])
+            on_device = [tensor.to(device) for tensor in inputs]
+            found = _with_gradients(kind, on_device, shares_contexts)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # whatever a compiler or a kernel raises
@@ -145,12 +162,16 @@ def failure_of(
 
 @torch.enable_grad()
 def _with_gradients(
-    kind: PackedAttentionKind, inputs: list[torch.Tensor]
+    kind: PackedAttentionKind, inputs: list[torch.Tensor], shares_contexts: bool
 ) -> tuple[torch.Tensor, ...]:
     lengths, reaches = torch.tensor(_TRIED[0] + _TRIED[1]).unbind(1)
+    if not shares_contexts:
+        reaches = (lengths.cumsum(0) - 1) % inputs[0].shape[2] + 1
     reach = reaches.repeat_interleave(lengths).view(2, -1)
     # As for compiled blocks: a fixed number of borders, most of them empty, and a greater length.
-    mask = packed_mask(reach.to(inputs[0].device), kind, compiled=kind == "varlen")
+    mask = packed_mask(
+        reach.to(inputs[0].device), kind, compiled=kind == "varlen", may_share=shares_contexts
+    )
     # Upstream's order of dimensions, whose strides the kernels get.
     q, k, v = (t.transpose(1, 2).contiguous().requires_grad_() for t in inputs)
     heads = (t.transpose(1, 2) for t in (q, k, v))

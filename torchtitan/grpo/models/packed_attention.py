@@ -27,7 +27,13 @@ from torch.distributed import _functional_collectives as funcol
 from torch.distributed.tensor import DTensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from torchtitan.grpo.models.tree_attention import GROUPED_HEADS, Levels, attend_to_tree, levels_of
+from torchtitan.grpo.models.tree_attention import (
+    GROUPED_HEADS,
+    MAX_LEVELS,
+    Levels,
+    attend_to_tree,
+    levels_of,
+)
 
 PackedAttentionKind = Literal["varlen", "flex", "sdpa"]
 
@@ -222,6 +228,7 @@ def packed_mask(
     host: HostReach | None = None,
     *,
     compiled: bool = False,
+    may_share: bool = True,
 ) -> BlockMask:
     """Returns the mask of packed rows, in which a query sees its sequence up to itself.
 
@@ -230,14 +237,15 @@ def packed_mask(
         kind: The kernel that takes the mask.
         host: The same numbers, without which the host waits for the device.
         compiled: Whether to keep sizes fixed, because others would compile blocks anew.
+        may_share: Whether other rows may have shared contexts, for which compiled blocks must be ready.
     """
     rows, seq = reach.shape
     if kind == "varlen":
-        return _span_borders(reach, host or HostReach(reach.cpu()), compiled)
+        return _span_borders(reach, host or HostReach(reach.cpu()), compiled, may_share)
     if kind == "sdpa":
         places = torch.arange(seq, device=reach.device)
-        sees = (places[None, :] <= places[:, None]) & (places[:, None] < reach[:, None, None, :])
-        return DenseMask(sees)
+        is_past = places[None, :] <= places[:, None]
+        return DenseMask(is_past & (places[:, None] < reach[:, None, None, :]))
 
     def sees(b, h, q_idx, kv_idx):
         return (q_idx >= kv_idx) & (q_idx < reach[b, kv_idx])
@@ -245,7 +253,9 @@ def packed_mask(
     return _compiled_create_block_mask()(sees, rows, None, seq, seq, device=reach.device)
 
 
-def _span_borders(reach: torch.Tensor, host: HostReach, compiled: bool) -> SpanBorders:
+def _span_borders(
+    reach: torch.Tensor, host: HostReach, compiled: bool, may_share: bool
+) -> SpanBorders:
     """Pads to one of few sizes, or with ``compiled`` to one."""
     begins, ends, reaches = host.spans()
     count, longest, total = len(begins), int((ends - begins).max()), reach.numel()
@@ -255,15 +265,15 @@ def _span_borders(reach: torch.Tensor, host: HostReach, compiled: bool) -> SpanB
         count, longest = max(count, fixed - 1), reach.shape[1]
     size = _round_up(count + 1, _BORDERS_MULTIPLE)
     if compiled:
-        sizes = (total, size)
+        sizes = (MAX_LEVELS, total, size)
     # Computed where it is needed, because the host would have to send the borders.
     is_first = reach.diff(dim=1, prepend=reach[:, :1] - 1) != 0
     borders = torch.nonzero_static(is_first.flatten(), size=size, fill_value=total).squeeze(1)
     is_shared = reaches > ends
     shared = None
-    if compiled or is_shared.any():
-        contexts = (of[is_shared] for of in (begins, ends, reaches))
-        shared = levels_of(*contexts, reach.device, sizes)
+    if (compiled and may_share) or is_shared.any():
+        contexts = begins[is_shared], ends[is_shared], reaches[is_shared]
+        shared = levels_of(contexts, reach.device, sizes)
     longest = _round_up(longest, _LONGEST_MULTIPLE)
     return SpanBorders(borders.to(torch.int32), longest, shared)
 

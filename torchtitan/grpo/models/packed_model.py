@@ -15,6 +15,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.nn.attention.flex_attention import BlockMask
 
 from torchtitan.grpo.losses.linear_logprobs import packed_linear_logprobs
 from torchtitan.grpo.models.decoder import Decoder, embeds_tokens
@@ -34,7 +35,8 @@ class ScoringSettings:
 
     ``keep_logits`` stores logits in the memory of the output weight's gradient, which is allocated
     in the forward pass. Logits of ``chunk_tokens`` tokens exist at the same time. Without ``with_entropy`` the entropy
-    is 0. ``compiled`` blocks need masks of fixed sizes. With the ``head`` of values, a critic's, the
+    is 0. ``compiled`` blocks need masks of fixed sizes, also for shared contexts with
+    ``shares_contexts``. With the ``head`` of values, a critic's, the
     model computes no log-probabilities.
     """
 
@@ -45,6 +47,7 @@ class ScoringSettings:
     with_entropy: bool
     trains_entropy: bool
     keep_logits: bool
+    shares_contexts: bool = True
     head: Literal["logprobs", "values"] = "logprobs"
 
 
@@ -241,6 +244,23 @@ class PackedModel(nn.Module):
             if isinstance(module, PackedAttention):
                 module.context_group = group  # pyright: ignore[reportArgumentType]
 
+    def attention_mask(
+        self,
+        *,
+        reach: torch.Tensor,
+        host_reach: HostReach | None = None,
+        **_: Any,
+    ) -> BlockMask | None:
+        """Returns the mask of rows from :meth:`forward`'s keyword arguments."""
+        settings = self.settings
+        return packed_mask(
+            reach,
+            settings.attention,
+            host_reach,
+            compiled=settings.compiled,
+            may_share=settings.shares_contexts,
+        )
+
     def forward(
         self,
         tokens: torch.Tensor,
@@ -262,8 +282,7 @@ class PackedModel(nn.Module):
         group = self.context_group
         if embeds_tokens(self):
             tokens = context_part(tokens, group)
-        settings = self.settings
-        mask = packed_mask(reach, settings.attention, host_reach, compiled=settings.compiled)
+        mask = self.attention_mask(reach=reach, host_reach=host_reach)
         inputs = {"attention_masks": mask, "positions": context_part(positions, group)}
         head: Any = self.output
         if not isinstance(head, TokenHead):

@@ -25,7 +25,11 @@ import numpy as np
 import torch
 from torch.nn.attention import varlen as kernels
 
+MAX_LEVELS = 4
+"""Most contexts that a token sees above its own span. Each level takes a call of the kernel in each layer."""
 _CAUSAL, _WHOLE = (-1, 0), (-1, -1)
+_MERGED_TOKENS = 16384
+"""Tokens that are merged at a time, in float32: it bounds the memory."""
 GROUPED_HEADS: dict[str, Any] = (
     {"enable_gqa": True}
     if "enable_gqa" in inspect.signature(kernels.varlen_attn).parameters
@@ -62,28 +66,27 @@ class Levels:
 
 
 def levels_of(
-    begins: np.ndarray,
-    ends: np.ndarray,
-    reaches: np.ndarray,
+    contexts: tuple[np.ndarray, np.ndarray, np.ndarray],
     device: torch.device,
-    sizes: tuple[int, int] | None = None,
+    sizes: tuple[int, int, int] | None = None,
 ) -> Levels:
-    """Returns the levels of contexts; arrays are [contexts] int64, places in rows laid end to end.
+    """Returns the levels of contexts, of which begin, end and reach are given, [contexts] int64 each.
 
-    A context's tokens are [begin, end), and those that see them, besides themselves, [end, reach).
-    Contexts stand in ascending order of their begins. With ``sizes`` there is at least one level,
-    and all have tensors of these numbers of places and of borders, or more if needed.
+    They are places in rows laid end to end. A context's tokens are [begin, end), and those that see
+    them, besides themselves, [end, reach). Contexts stand in ascending order of their begins.
+    ``sizes`` are numbers of levels, of places and of borders, to which the tensors are padded.
     """
+    num_levels, num_places, num_borders = sizes or (0, 0, 0)
+    begins, ends, reaches = contexts
     depths = _depths(begins, reaches)
     levels, numbers = [], []
-    for depth in range(max(int(depths.max(initial=-1)) + 1, int(sizes is not None))):
+    for depth in range(max(int(depths.max(initial=-1)) + 1, num_levels)):
         begin, end, reach = (of[depths == depth] for of in (begins, ends, reaches))
         places = [_places(end, reach), _places(begin, end)]
         numbers.append([*map(len, places), *(_longest(*r) for r in ((end, reach), (begin, end)))])
         borders = [_borders(end, reach), _borders(begin, end)]
-        if sizes is not None:
-            places = [np.pad(of, (0, max(sizes[0] - len(of), 0))) for of in places]
-            borders = [np.pad(of, (0, max(sizes[1] - len(of), 0)), "edge") for of in borders]
+        places = [np.pad(of, (0, max(num_places - len(of), 0))) for of in places]
+        borders = [np.pad(of, (0, max(num_borders - len(of), 0)), "edge") for of in borders]
         levels.append(Level(*(_to(array, device) for array in (*places, *borders))))
     return Levels(levels, torch.tensor(numbers, dtype=torch.int64).view(-1, 4))
 
@@ -148,12 +151,26 @@ def attend_to_tree(
         parts = (q.index_select(0, where), k.index_select(0, keys), v.index_select(0, keys))
         most = (most_queries, most_keys)
         part, part_lse = _attend(parts, (query_borders, key_borders), most, scale, _WHOLE)
-        own, own_lse = out.index_select(0, where), lse.index_select(1, where)
-        merged_lse = torch.logaddexp(own_lse, part_lse)
-        weights = [(of - merged_lse).exp().t().unsqueeze(2) for of in (own_lse, part_lse)]
-        out.index_copy_(0, where, (weights[0] * own + weights[1] * part).to(out.dtype))
-        lse.index_copy_(1, where, merged_lse)
+        del parts
+        for begin in range(0, len(where), _MERGED_TOKENS):
+            some = slice(begin, begin + _MERGED_TOKENS)
+            _merge(out, lse, where[some], part[some], part_lse[:, some])
     return out, lse
+
+
+def _merge(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    where: torch.Tensor,
+    part: torch.Tensor,
+    part_lse: torch.Tensor,
+) -> None:
+    """Merges the output of the tokens ``where`` over further keys into ``out`` and ``lse``."""
+    own, own_lse = out.index_select(0, where), lse.index_select(1, where)
+    merged_lse = torch.logaddexp(own_lse, part_lse)
+    weights = [(of - merged_lse).exp().t().unsqueeze(2) for of in (own_lse, part_lse)]
+    out.index_copy_(0, where, (weights[0] * own + weights[1] * part).to(out.dtype))
+    lse.index_copy_(1, where, merged_lse)
 
 
 @attend_to_tree.register_fake
@@ -230,7 +247,7 @@ def _attend(
     scale: float | None,
     window: tuple[int, int],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return kernels.varlen_attn(  # pyright: ignore[reportReturnType]
+    return kernels.varlen_attn(  # pyright: ignore
         *inputs, *borders, *most,
         return_aux=kernels.AuxRequest(lse=True), scale=scale, window_size=window, **GROUPED_HEADS,
     )  # fmt: skip

@@ -26,6 +26,8 @@ class EqualRewardsWatch:
     def __init__(self, config: JobConfig) -> None:
         self._config = config
         is_off = config.guards.equal_rewards == "off" or not config.has_rewards
+        # A critic learns from groups whose rewards are equal.
+        is_off = is_off or (config.has_critic and config.grpo.group_size > 1)
         self._first = self._due = 0 if is_off else config.observe.equal_rewards_steps
         self._num_steps = 0
         # The latest steps, from whose metrics the causes are ranked.

@@ -9,12 +9,13 @@ The fastest ones are then run: predictions ignore the overhead of more stages an
 """
 
 import gc
+import itertools
 import math
 import statistics
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,22 +25,34 @@ import torch.nn as nn
 
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.packed_attention import HostReach
-from torchtitan.grpo.pipeline.build import split_model
-from torchtitan.grpo.pipeline.choice import assumed_costs, costs_for, describe, finalists, predict
+from torchtitan.grpo.pipeline.build import helix_schedule, split_model
+from torchtitan.grpo.pipeline.choice import (
+    assumed_costs,
+    assumed_part_costs,
+    costs_for,
+    describe,
+    finalists,
+    predict,
+)
 from torchtitan.grpo.pipeline.draw import draw_picture, draw_text
+from torchtitan.grpo.pipeline.helix_limits import helix_model_problems, helix_problems
+from torchtitan.grpo.pipeline.helix_schedule import HelixSchedule
 from torchtitan.grpo.pipeline.lean_stage import LeanStage
 from torchtitan.grpo.pipeline.pass_timer import PassTimer, average_costs
 from torchtitan.grpo.pipeline.schedules import (
     AUTO,
+    HELIX,
     SCHEDULES,
     Schedule,
     assumed_microbatches,
     candidates,
     measured_with,
 )
+from torchtitan.grpo.pipeline.simulate import simulate
 from torchtitan.grpo.pipeline.stages import fixes_stages, stage_modules
 from torchtitan.grpo.pipeline.table_schedule import TableSchedule
 from torchtitan.grpo.pipeline.tables.actions import Costs
+from torchtitan.grpo.pipeline.tables.helix import helix
 from torchtitan.grpo.system.logs import logger
 from torchtitan.grpo.upstream.parallelism import ParallelDims
 
@@ -59,12 +72,16 @@ def resolve_schedule(
     degree = settings.pipeline_parallel_degree
     num_stages = len(stage_modules(settings, len(model.layers)))  # pyright: ignore
     trial = Trial(model, dims, config, device)
-    costs = trial.measure_costs(measured_with(num_stages // degree))
+    costs = trial.measure_costs(measured_with(num_stages // degree), 2 * degree)
     count = assumed_microbatches(config.grpo.pipeline_microbatches, degree)
     rows = candidates(degree, num_stages if fixes_stages(settings) else None)
     tried = predict(costs, degree, count, rows)
+    costs_of = dict.fromkeys(tried, costs)
+    if trial.may_use_parts(count):
+        costs_of[HELIX] = parts = trial.measure_costs(SCHEDULES[HELIX], count)
+        tried |= predict(parts, degree, count, [SCHEDULES[HELIX]])
     seconds = {
-        name: trial.measure_pass(SCHEDULES[name], costs, count)
+        name: trial.measure_pass(SCHEDULES[name], costs_of[name], count)
         for name in finalists(tried, config.grpo.pipeline_memory, degree)
     }
     chosen = min(seconds, key=lambda name: seconds[name])
@@ -79,7 +96,7 @@ def resolve_schedule(
         Path(folder, "pipeline_schedule.txt").write_text(text)
         titles = {f"{name}: idle {s.bubble:.1%}": (t, s) for name, (t, s) in tried.items()}
         draw_picture(titles, Path(folder, "pipeline_schedule.png"), "seconds")
-    return costs
+    return costs_of[chosen]
 
 
 _PASSES = range(3, 11)
@@ -101,17 +118,44 @@ class Trial:
     config: JobConfig
     device: torch.device
 
-    def measure_costs(self, row: Schedule) -> Costs:
+    def measure_costs(self, row: Schedule, most_microbatches: int) -> Costs:
         with self._stages(row) as stages:
             degree = self.config.parallelism.pipeline_parallel_degree
+            if row.divides_layers:
+                return self._measure_parts(stages, min(most_microbatches, 2 * degree))
             schedule = self._schedule(row, stages, assumed_costs(self.config, len(stages)))
             self._run(schedule, 2 * degree)
             timer = PassTimer(self.device)
             for stage in stages:
                 stage.timer = timer
             self._run(schedule, 2 * degree)
-            measure_hops(stages, timer)
+            measure_hops(stages, stages[0].example_of_exchanges(), timer)
             return average_costs(timer, len(stages) * degree, 1 / len(stages))
+
+    def may_use_parts(self, num_microbatches: int) -> bool:
+        """Returns whether Helix can run, and holds as little as the configuration demands."""
+        config, args = self.config, self.model.model_args
+        problems = itertools.chain(helix_problems(config), helix_model_problems(args, ""))
+        degree = config.parallelism.pipeline_parallel_degree
+        if fixes_stages(config.parallelism) or any(problems) or args.n_layers + 1 < degree:  # pyright: ignore
+            return False
+        costs = assumed_part_costs(config, args)
+        peak = simulate(helix(degree, num_microbatches, costs), costs).peak
+        return peak <= config.grpo.pipeline_memory * degree
+
+    def _measure_parts(self, stages: list[LeanStage], num_microbatches: int) -> Costs:
+        assumed = assumed_part_costs(self.config, self.model.model_args)
+        schedule = helix_schedule(self.config, stages, lambda output, _: output.sum(), assumed)
+        self._run(schedule, num_microbatches)
+        schedule.timer = timer = PassTimer(self.device)
+        self._run(schedule, num_microbatches)
+        measure_hops(stages, schedule.example_of_exchanges(), timer)
+        measured = average_costs(timer, len(assumed.stages), 0.0)
+        parts = (
+            replace(stage, activation=a.activation, shared=a.shared)
+            for stage, a in zip(measured.stages, assumed.stages, strict=True)
+        )
+        return replace(measured, stages=tuple(parts))
 
     def measure_pass(self, row: Schedule, measured: Costs, num_microbatches: int) -> float:
         """Returns the median time in seconds of a whole pass on the slowest rank."""
@@ -146,7 +190,11 @@ class Trial:
             if is_cuda:
                 torch.cuda.empty_cache()
 
-    def _schedule(self, row: Schedule, stages: list[LeanStage], costs: Costs) -> TableSchedule:
+    def _schedule(
+        self, row: Schedule, stages: list[LeanStage], costs: Costs
+    ) -> TableSchedule | HelixSchedule:
+        if row.divides_layers:
+            return helix_schedule(self.config, stages, lambda output, _: output.sum(), costs)
         degree = self.config.parallelism.pipeline_parallel_degree
         return TableSchedule(
             list(stages),
@@ -155,7 +203,9 @@ class Trial:
             lambda output, _: output.sum(),
         )
 
-    def _seconds_of_pass(self, schedule: TableSchedule, num_microbatches: int) -> float:
+    def _seconds_of_pass(
+        self, schedule: TableSchedule | HelixSchedule, num_microbatches: int
+    ) -> float:
         dist.barrier()
         begin = time.perf_counter()
         self._run(schedule, num_microbatches)
@@ -165,7 +215,7 @@ class Trial:
         dist.all_gather_object(of_ranks, time.perf_counter() - begin)
         return max(of_ranks)
 
-    def _run(self, schedule: TableSchedule, num_microbatches: int) -> None:
+    def _run(self, schedule: TableSchedule | HelixSchedule, num_microbatches: int) -> None:
         config = self.config
         shape = (config.parallelism.pipeline_parallel_microbatch_size, config.training.seq_len)
         vocab_size: int = self.model.model_args.vocab_size  # pyright: ignore
@@ -191,13 +241,12 @@ class Trial:
 _NUM_EXCHANGES = 64
 
 
-def measure_hops(stages: list[LeanStage], timer: PassTimer) -> None:
-    """Sends tensors of the size that stages exchange to the neighboring ranks and back.
+def measure_hops(stages: list[LeanStage], tensor: torch.Tensor, timer: PassTimer) -> None:
+    """Sends a tensor like those that stages exchange to the neighboring ranks and back.
 
     Collective. The lower of two neighbors measures, while no rank exchanges with both neighbors.
     """
     rank, num_ranks, group = stages[0].group_rank, stages[0].group_size, stages[0].group
-    tensor = stages[0].example_of_exchanges()
     for first in (0, 1):  # the ranks 0 and 1, 2 and 3, ..., and then 1 and 2, 3 and 4, ...
         begins = (rank - first) % 2 == 0
         neighbor = rank + 1 if begins else rank - 1

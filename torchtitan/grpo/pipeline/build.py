@@ -4,6 +4,7 @@
 """Builds the pipeline stages of each rank from a model on the meta device, and their schedules."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,10 +12,13 @@ import torch.nn as nn
 
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.decoder import hold_output_embedding, is_tied
+from torchtitan.grpo.models.helix import AttentionPart, HelixPart, helix_part
+from torchtitan.grpo.models.packed_model import PackedDecoder
 from torchtitan.grpo.models.parallelize import compiles_model, parallelize
 from torchtitan.grpo.models.split_compile import SplitBackend
 from torchtitan.grpo.models.weight_grads import WeightGradients, defer_experts, defer_linears
-from torchtitan.grpo.pipeline.choice import assumed_costs, costs_for
+from torchtitan.grpo.pipeline.choice import assumed_costs, assumed_part_costs, costs_for
+from torchtitan.grpo.pipeline.helix_schedule import HelixSchedule
 from torchtitan.grpo.pipeline.lean_stage import (
     DeferredStage,
     EarlyRecompute,
@@ -24,6 +28,7 @@ from torchtitan.grpo.pipeline.lean_stage import (
 from torchtitan.grpo.pipeline.stages import schedule_of, stage_modules, stage_ranks
 from torchtitan.grpo.pipeline.table_schedule import TableSchedule
 from torchtitan.grpo.pipeline.tables.actions import Costs
+from torchtitan.grpo.pipeline.tables.helix import helix
 from torchtitan.grpo.pipeline.tables.rules import forward_only
 from torchtitan.grpo.system.logs import logger
 from torchtitan.grpo.upstream.parallelism import ParallelDims, pipeline_module_split
@@ -38,6 +43,8 @@ def split_model(
 ) -> tuple[list[LeanStage], list[nn.Module]]:
     """Returns this rank's stages of a model on the meta device, parallelized, and their modules."""
     num_layers = len(model.layers)  # pyright: ignore[reportArgumentType]
+    if schedule_of(config.parallelism).divides_layers:
+        return _split_layers(model, dims, config, device)
     modules = stage_modules(config.parallelism, num_layers)
     placed_like = _PLACED_LIKE[schedule_of(config.parallelism).placement]
     stages, parts = pipeline_module_split(model, dims.get_mesh("pp"), placed_like, device, modules)
@@ -62,6 +69,28 @@ def split_model(
     return built, parts
 
 
+def _split_layers(
+    model: nn.Module, dims: ParallelDims, config: JobConfig, device: torch.device
+) -> tuple[list[LeanStage], list[nn.Module]]:
+    """Returns this rank's parts with weights, which their schedule recomputes without checkpoints."""
+    assert isinstance(model, PackedDecoder)
+    mesh = dims.get_mesh("pp")
+    stages = stage_modules(config.parallelism, len(model.layers))
+    ranks = stage_ranks(config.parallelism, len(stages))
+    plain = replace(
+        config, activation_checkpoint=replace(config.activation_checkpoint, mode="none")
+    )
+    built: list[LeanStage] = []
+    for number, rank in enumerate(ranks):
+        if rank == mesh.get_local_rank():
+            part = helix_part(model, number)
+            if number == len(stages) - 1 and is_tied(part):
+                hold_output_embedding(part)
+            part = parallelize(part, dims, plain)
+            built.append(LeanStage(part, number, len(stages), device, group=mesh.get_group("pp")))
+    return built, [stage.submod for stage in built]
+
+
 def _store_of(config: JobConfig) -> WeightGradients | None:
     if not schedule_of(config.parallelism).is_zero_bubble:
         return None
@@ -74,9 +103,15 @@ def build_schedule(
     stages: list[LeanStage],
     loss: Callable[..., Any],
     measured: Costs | None = None,
-) -> TableSchedule:
+) -> TableSchedule | HelixSchedule:
     """Builds the schedule that trains this rank's stages; ``measured`` None uses typical costs."""
     row, degree = schedule_of(config.parallelism), config.parallelism.pipeline_parallel_degree
+    if row.divides_layers:
+        logger.info(
+            f"The pipeline has {stages[0].num_stages} parts with weights on {degree} ranks, and "
+            f"attention on all of them, by the schedule {row.name}."
+        )
+        return helix_schedule(config, stages, loss, measured)
     if measured is None:
         costs = assumed_costs(config, len(stages))
     else:
@@ -93,7 +128,32 @@ def build_schedule(
     return schedule
 
 
-def build_forward_schedule(config: JobConfig, stages: list[LeanStage]) -> TableSchedule:
+def helix_schedule(
+    config: JobConfig,
+    stages: list[LeanStage],
+    loss: Callable[..., Any] | None,
+    measured: Costs | None = None,
+) -> HelixSchedule:
+    """``loss`` None runs forward passes alone."""
+    part, degree = stages[0].submod, config.parallelism.pipeline_parallel_degree
+    assert isinstance(part, HelixPart)
+    costs = measured or assumed_part_costs(config, part.model_args)
+    return HelixSchedule(
+        stages,
+        AttentionPart(part),
+        lambda count: helix(degree, count, costs, is_forward_only=loss is None),
+        costs,
+        loss,
+        recomputes=config.activation_checkpoint.mode == "full",
+        chunk_tokens=config.grpo.pipeline_chunk_tokens,
+    )
+
+
+def build_forward_schedule(
+    config: JobConfig, stages: list[LeanStage]
+) -> TableSchedule | HelixSchedule:
+    if schedule_of(config.parallelism).divides_layers:
+        return helix_schedule(config, [LeanStage.like(stage) for stage in stages], None)
     ranks = tuple(stage_ranks(config.parallelism, stages[0].num_stages))
     return TableSchedule(
         [LeanStage.like(stage) for stage in stages],

@@ -3,12 +3,15 @@
 
 """Chooses the fastest schedules for given times within a bound on memory, and explains the choice."""
 
+import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.pipeline.schedules import AUTO_CANDIDATES, SCHEDULES, Schedule
 from torchtitan.grpo.pipeline.simulate import Simulation, simulate
 from torchtitan.grpo.pipeline.tables.actions import Costs, StageCosts, Table
+from torchtitan.grpo.pipeline.tables.helix import part_costs
 
 _TIMES = {"none": (1.0, 1.0, 1.0), "full": (1.0, 2.0, 0.8), "selective": (1.0, 1.5, 0.8)}
 """Relative times of F, I (with recomputation) and W, by ``activation_checkpoint.mode``.
@@ -24,6 +27,39 @@ def assumed_times(config: JobConfig) -> tuple[float, float, float]:
 def assumed_costs(config: JobConfig, stages_per_rank: int) -> Costs:
     degree = config.parallelism.pipeline_parallel_degree
     return Costs.uniform(degree, stages_per_rank, assumed_times(config))
+
+
+def assumed_part_costs(config: JobConfig, args: Any) -> Costs:
+    """Returns typical costs of HelixPipe's parts, in proportion to their FLOPs.
+
+    ``args`` are upstream's arguments of the model. The unit of memory is that of the other
+    schedules: the activations of a microbatch in a rank's layers. A recomputed layer of theirs
+    keeps one tensor of hidden states, and HelixPipe's keeps its residual stream, queries, keys,
+    values, and the output of attention on two ranks.
+    """
+    heads = args.n_heads * args.head_dim
+    kv_heads = (args.n_kv_heads or args.n_heads) * args.head_dim
+    before = args.dim * (heads + 2 * kv_heads)
+    products = before + args.dim * (heads + 3 * args.hidden_dim)
+    # A causal query meets half of the keys, once for its score and once for its value.
+    attention = heads * config.training.seq_len
+    per_rank = args.n_layers / config.parallelism.pipeline_parallel_degree
+    recomputes = config.activation_checkpoint.mode == "full"
+    attended, others = 2 * heads + 2 * kv_heads, 4 * args.dim + 4 * args.hidden_dim
+    if recomputes:
+        kept = ((args.dim + heads) / args.dim, attended / args.dim)
+    else:
+        kept = (others / (others + attended), attended / (others + attended))
+    parts = config.parallelism.context_parallel_degree * config.parallelism.tensor_parallel_degree
+    return part_costs(
+        args.n_layers,
+        (products / parts, 2 * products / parts),
+        (attention / parts, 2.5 * attention / parts),
+        before=before / products,
+        recomputes=recomputes,
+        kept=(kept[0] / per_rank, kept[1] / per_rank),
+        shared=heads / (args.dim if recomputes else others + attended) / per_rank,
+    )
 
 
 _NEAR = 1.2
@@ -60,8 +96,10 @@ def finalists(
     makespans = {name: tried[name][1].makespan for name in _fitting(tried, memory, num_ranks)}
     if not makespans:
         return [choose(tried, memory, num_ranks)]
-    whole = [makespans[name] for name in makespans if not SCHEDULES[name].is_zero_bubble]
-    longest = _NEAR * min(makespans.values())
+    layered = [SCHEDULES[name] for name in makespans if not SCHEDULES[name].divides_layers]
+    whole = [makespans[row.name] for row in layered if not row.is_zero_bubble]
+    # The many short passes of parts cost more than the simulator knows: whole layers are tried, too.
+    longest = _NEAR * min(makespans[row.name] for row in layered) if layered else math.inf
     longest_split = min([longest, *whole])
     found: list[str] = []
     placements: set[tuple[int, str]] = set()

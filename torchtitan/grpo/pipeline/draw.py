@@ -50,6 +50,8 @@ def draw_text(table: Table, simulation: Simulation, width: int = 100) -> str:
 
 
 def is_first_stage(table: Table, action: Action) -> bool:
+    if table.shifts:
+        return table.shifts[action.stage] == 0
     return action.stage == table.ranks.index(table.ranks[action.stage])
 
 

@@ -103,6 +103,8 @@ class FillJob(ABC):
 
 _WARM_UP, _TRIES = 2, 4
 """Number of a job's first units that are not measured, and of those that are, both before passes."""
+_LONGEST_TRIES_SECONDS = 1.0
+"""Time after which no further unit of a job runs before a pass."""
 _MARGIN = 0.05
 """Share of each idle time that stays free."""
 _LEAST_SECONDS = 1e-4
@@ -189,7 +191,7 @@ class GapFiller:
         for job in self._ready:
             job.begin_step(step)
 
-    def begin(self, table: Table, _: Simulation, rank: int) -> None:
+    def begin(self, table: Table, _assumed: Simulation, rank: int) -> None:
         """Begins a training pass with this table, which must be the same object each time."""
         self._num_passes += 1
         self._memory.begin_pass()
@@ -198,10 +200,14 @@ class GapFiller:
             number = int(self.measures) if job.usual is not None else _TRIES
             if not (is_warm := job in self._warm):
                 number = _WARM_UP
+            began = time.perf_counter()
             for _ in range(number):
                 if not self._try(job, is_measured=is_warm):
                     break
                 self._warm.add(job)
+                # The other ranks wait. A unit that takes so long fits into no gap.
+                if time.perf_counter() - began > _LONGEST_TRIES_SECONDS:
+                    break
         self._running = None
         if self._costs is not None and not self.measures:
             self._running = iter(self._planned(table, rank, self._costs))

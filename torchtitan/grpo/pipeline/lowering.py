@@ -76,7 +76,7 @@ def lower(
     for ready, sender, receiver in exchanges(table, simulation):
         send, recv = (SEND_F, RECV_F) if sender.kind in ("F", "G") else (SEND_B, RECV_B)
         for action, kind in ((sender, send), (receiver, recv)):
-            queues[table.ranks[action.stage]].append((ready, numbered(action, kind)))
+            queues[table.rank(action)].append((ready, numbered(action, kind)))
     lowered = {}
     for rank, actions in enumerate(table.actions):
         passes = {numbered(action, _KINDS[action.kind]): action for action in actions}
@@ -86,13 +86,29 @@ def lower(
     return lowered
 
 
+def lower_passes(table: Table, simulation: Simulation) -> dict[int, list[_Action]]:
+    """Returns each rank's actions with exchanges of tensors alone."""
+    queues: list[list[tuple[float, _Action]]] = [[] for _ in table.actions]
+    for ready, sender, receiver in exchanges(table, simulation):
+        send, recv = (SEND_F, RECV_F) if sender.kind == "F" else (SEND_B, RECV_B)
+        for action, kind in ((sender, send), (receiver, recv)):
+            queues[table.rank(action)].append(
+                (ready, _Action(action.stage, kind, action.microbatch))
+            )
+    lowered = {}
+    for rank, actions in enumerate(table.actions):
+        passes = {_Action(a.stage, _KINDS[a.kind], a.microbatch): a for a in actions}
+        lowered[rank] = _with_exchanges(list(passes), passes, queues[rank], simulation)
+    return lowered
+
+
 def exchanges(table: Table, simulation: Simulation) -> list[tuple[float, Action, Action]]:
     """Returns ready time, sender and receiver of tensors, in the order of all ranks' queues."""
     found = []
     for receiver in simulation.ends:
         for alternatives in receiver.after(table.num_stages):
             sender = next(a for a in alternatives if a in simulation.ends)
-            if table.ranks[sender.stage] != table.ranks[receiver.stage]:
+            if table.rank(sender) != table.rank(receiver):
                 found.append((simulation.ends[sender], sender, receiver))
     return sorted(found)
 

@@ -15,7 +15,8 @@ from torchtitan.grpo.pipeline.choice import assumed_times, choose
 from torchtitan.grpo.pipeline.draw import draw_picture, draw_text
 from torchtitan.grpo.pipeline.schedules import (
     AUTO,
-    SCHEDULES,
+    HELIX,
+    LAYER_SCHEDULES,
     Schedule,
     assumed_microbatches,
     candidates,
@@ -23,6 +24,7 @@ from torchtitan.grpo.pipeline.schedules import (
 from torchtitan.grpo.pipeline.simulate import Simulation, simulate
 from torchtitan.grpo.pipeline.stages import fixes_stages, stage_modules
 from torchtitan.grpo.pipeline.tables.actions import Costs, Table
+from torchtitan.grpo.pipeline.tables.helix import helix, part_costs
 
 
 def options() -> argparse.ArgumentParser:
@@ -44,6 +46,14 @@ def options() -> argparse.ArgumentParser:
         help="time to send a tensor between ranks (default: 0)",
     )
     parser.add_argument(
+        "--attention",
+        type=_share,
+        default=0.5,
+        metavar="SHARE",
+        help="share of F and I that attention takes, which Helix computes apart; it grows with "
+        "the length of rows (default: 0.5)",
+    )
+    parser.add_argument(
         "--picture", type=Path, metavar="FILE.png", help="draw all schedules into this file"
     )
     return parser
@@ -58,6 +68,12 @@ def _time(text: str) -> float:
 def _delay(text: str) -> float:
     if not 0 <= (value := _number(text)) < math.inf:
         raise argparse.ArgumentTypeError(f"the time must be a finite number from 0, got {text!r}")
+    return value
+
+
+def _share(text: str) -> float:
+    if not 0 < (value := _number(text)) < 1:
+        raise argparse.ArgumentTypeError(f"the share must be between 0 and 1, got {text!r}")
     return value
 
 
@@ -82,6 +98,9 @@ def show_schedules(config: JobConfig, given: argparse.Namespace) -> None:
     num_microbatches = assumed_microbatches(configured, num_ranks)
     times = tuple(given.times or assumed_times(config))
     tried = try_all(num_ranks, num_microbatches, times, given.hop)
+    recomputes = config.activation_checkpoint.mode == "full"
+    helix = try_helix(num_ranks, num_microbatches, times, given.hop, given.attention, recomputes)
+    tried[HELIX] = helix
     name = settings.pipeline_parallel_schedule
     if name == AUTO:
         allowed = {row.name: tried[row.name] for row in _candidates(config)}
@@ -119,15 +138,52 @@ def _candidates(config: JobConfig) -> list[Schedule]:
 def try_all(
     num_ranks: int, num_microbatches: int, times: tuple[float, ...], hop: float = 0.0
 ) -> dict[str, tuple[Table, Simulation]]:
-    """Simulates all schedules, for a model whose total time does not depend on its division."""
+    """Simulates all schedules but Helix, for a model whose division does not change its time."""
     tried = {}
-    for name, row in SCHEDULES.items():
+    for name, row in LAYER_SCHEDULES.items():
         if name == AUTO:
             continue
         costs = Costs.uniform(num_ranks, row.stages_per_rank, times, hop)
         table = row.make_table(num_ranks, num_microbatches, costs)
         tried[name] = table, simulate(table, costs)
     return tried
+
+
+_LAYERS_A_RANK = 4
+_KEPT = (2.0, 4.0)
+"""Memory of a part with weights, and of attention, relative to a checkpointed layer: the inputs of
+both, and the output of attention. The queries are as large as hidden states, keys and values smaller."""
+_KEPT_BY_ATTENTION = 0.2
+"""Share of a layer's activations without checkpointing."""
+
+
+def try_helix(
+    num_ranks: int,
+    num_microbatches: int,
+    times: tuple[float, ...],
+    hop: float,
+    attention: float,
+    recomputes: bool,
+) -> tuple[Table, Simulation]:
+    """Simulates Helix with a few layers on each rank.
+
+    ``attention`` is its share of F and I. With ``recomputes``, I includes all of F, and Helix saves
+    the part of attention.
+    """
+    forward, input_grad, weight_grad = (time / _LAYERS_A_RANK for time in times)
+    again = forward if recomputes else 0.0
+    kept = _KEPT if recomputes else (1 - _KEPT_BY_ATTENTION, _KEPT_BY_ATTENTION)
+    costs = part_costs(
+        num_ranks * _LAYERS_A_RANK,
+        ((1 - attention) * forward, (1 - attention) * (input_grad - again) + weight_grad),
+        (attention * forward, attention * max(input_grad - again, 0.0)),
+        hop=hop,
+        recomputes=recomputes,
+        kept=(kept[0] / _LAYERS_A_RANK, kept[1] / _LAYERS_A_RANK),
+        shared=kept[1] / 4 / _LAYERS_A_RANK,
+    )
+    table = helix(num_ranks, num_microbatches, costs)
+    return table, simulate(table, costs)
 
 
 def comparison(tried: dict[str, tuple[Table, Simulation]], chosen: str) -> str:

@@ -11,9 +11,13 @@ from dataclasses import dataclass
 
 from torchtitan.grpo.pipeline.tables import rules, v_family
 from torchtitan.grpo.pipeline.tables.actions import Costs, Placement, Table
+from torchtitan.grpo.pipeline.tables.helix import helix
 
 AUTO = "auto"
 """The name with which the fastest schedule is chosen from measured times."""
+
+HELIX = "Helix"
+"""The name of the schedule whose stages are parts of layers."""
 
 AUTO_CANDIDATES = (
     "1F1B",
@@ -25,6 +29,7 @@ AUTO_CANDIDATES = (
     "VHalf",
     "VMin",
     "ZBH2",
+    HELIX,
 )
 """Among equally fast schedules, the first one is chosen."""
 
@@ -41,6 +46,9 @@ class Schedule:
         finishes_each_microbatch: Whether the last stage takes each microbatch back through its
             output layer before the next one, whose logits can then use the same memory.
         allows_one_stage: Whether each rank may hold a single stage in any case.
+
+    With the placement ``helix``, stages are the parts of `tables/helix.py`, two for each layer and
+    one more, and ``stages_per_rank`` means nothing.
     """
 
     name: str
@@ -59,7 +67,14 @@ class Schedule:
             return f"the same number of stages, at least {least},"
         return f"exactly {self.stages_per_rank} stage{'s' if self.stages_per_rank > 1 else ''}"
 
+    @property
+    def divides_layers(self) -> bool:
+        """True if a stage is a part of a layer, and not one or more layers."""
+        return self.placement == "helix"
+
     def allows_stages(self, total_stages: int, num_ranks: int) -> bool:
+        if self.divides_layers:
+            return total_stages % 2 == 1 and total_stages // 2 + 1 >= num_ranks
         per_rank, rest = divmod(total_stages, num_ranks)
         if rest != 0:
             return False
@@ -123,6 +138,14 @@ _ROWS = (
     _v("VMin", v_family.v_min),
     _v("VHalf", v_family.v_half),
     _v("VZB", v_family.v_zb),
+    Schedule(
+        HELIX,
+        helix,
+        stages_per_rank=0,
+        allows_more_stages=False,
+        placement="helix",
+        is_zero_bubble=False,
+    ),
     # `auto.py` replaces this name with that of another row before a pipeline is built.
     Schedule(
         AUTO,
@@ -138,11 +161,16 @@ _ROWS = (
 )
 
 SCHEDULES: dict[str, Schedule] = {row.name: row for row in _ROWS}
+LAYER_SCHEDULES = {name: row for name, row in SCHEDULES.items() if not row.divides_layers}
+"""Schedules whose stages are whole layers."""
 
 
 def candidates(num_ranks: int, total_stages: int | None = None) -> list[Schedule]:
-    """Returns the schedules among which ``auto`` chooses; ``total_stages`` None allows any number."""
-    rows = (SCHEDULES[name] for name in AUTO_CANDIDATES)
+    """Returns the schedules among which ``auto`` chooses, beside Helix, whose parts it measures apart.
+
+    ``total_stages`` None allows any number.
+    """
+    rows = (LAYER_SCHEDULES[name] for name in AUTO_CANDIDATES if name != HELIX)
     return [
         row for row in rows if total_stages is None or row.allows_stages(total_stages, num_ranks)
     ]

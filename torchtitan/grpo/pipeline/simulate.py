@@ -8,6 +8,7 @@ Ranks run their actions in order, each as soon as its inputs have arrived. A tra
 recomputes checkpointed blocks meanwhile, if the costs give a time for the recomputation.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torchtitan.grpo.pipeline.tables.actions import Action, Costs, Table
@@ -62,7 +63,7 @@ def simulate(table: Table, costs: Costs) -> Simulation:
         for rank, actions in enumerate(table.actions):
             while positions[rank] < len(actions):
                 action = actions[positions[rank]]
-                ready = ready_time(action, table.ranks, ends, costs.hop)
+                ready = ready_time(action, table, ends, costs.hop)
                 if ready is None:
                     break
                 # All earlier actions of this rank have ended: it waits for another rank's tensor.
@@ -79,28 +80,48 @@ def simulate(table: Table, costs: Costs) -> Simulation:
         spans=tuple(
             ends[actions[-1]] - starts[actions[0]] if actions else 0.0 for actions in table.actions
         ),
-        peaks=tuple(peak_memory(actions, costs) for actions in table.actions),
+        peaks=tuple(
+            peak_memory(actions, costs, _shared_memory(table, costs)) for actions in table.actions
+        ),
     )
 
 
-def ready_time(
-    action: Action, ranks: tuple[int, ...], ends: dict[Action, float], hop: float
-) -> float | None:
+def _shared_memory(table: Table, costs: Costs) -> Callable[[Action], float]:
+    """Returns a function from an action to what it keeps or frees and an earlier stage holds."""
+
+    def shared(action: Action) -> float:
+        size, stage = costs.stages[action.stage].shared, action.stage
+        if size == 0 or stage == 0 or action.kind not in "FIB":
+            return 0.0
+        before = Action(stage - 1, "F", action.microbatch)
+        if table.rank(before) != table.rank(action):
+            return 0.0
+        return size if action.kind == "F" else -size
+
+    return shared
+
+
+def ready_time(action: Action, table: Table, ends: dict[Action, float], hop: float) -> float | None:
     """Returns the time at which an action's inputs have arrived; None if it is not known yet."""
     ready = 0.0
-    for alternatives in action.after(len(ranks)):
+    for alternatives in action.after(table.num_stages):
         end = next((ends[other] for other in alternatives if other in ends), None)
         if end is None:
             return None
-        travels = ranks[alternatives[0].stage] != ranks[action.stage]
+        travels = table.rank(alternatives[0]) != table.rank(action)
         ready = max(ready, end + (hop if travels else 0.0))
     return ready
 
 
-def peak_memory(actions: tuple[Action, ...], costs: Costs) -> float:
+def peak_memory(
+    actions: tuple[Action, ...],
+    costs: Costs,
+    shared: Callable[[Action], float] = lambda _: 0.0,
+) -> float:
+    """``shared`` is subtracted from an action's change of memory."""
     held = peak = 0.0
     for action in actions:
-        change = costs.memory(action)
+        change = costs.memory(action) - shared(action)
         # While an action runs, the memory that it allocates and that it frees are both held.
         peak = max(peak, held + max(change, 0.0))
         held += change
@@ -112,7 +133,7 @@ def check_complete(table: Table) -> None:
     listed: set[Action] = set()
     for rank, actions in enumerate(table.actions):
         for action in actions:
-            if not 0 <= action.stage < table.num_stages or table.ranks[action.stage] != rank:
+            if not 0 <= action.stage < table.num_stages or table.rank(action) != rank:
                 raise TableError(f"Rank {rank} must not run {action}: it does not hold the stage.")
             if action in listed:
                 raise TableError(
@@ -126,13 +147,15 @@ def check_complete(table: Table) -> None:
                     f"{' in gaps' if is_gap else ''}."
                 )
             listed.add(action)
-    for stage, rank in enumerate(table.ranks):
+    for stage in range(table.num_stages):
         needed = [Action(stage, "F", microbatch) for microbatch in range(table.num_microbatches)]
         needed += [Action(stage, "G", number) for number in range(table.num_gap_microbatches)]
         for action in needed:
             if action not in listed:
+                rank = table.rank(action)
                 raise TableError(f"Rank {rank} must run {action}, which the table lacks.")
         for microbatch in range(table.num_microbatches):
+            rank = table.rank(Action(stage, "F", microbatch))
             full, *halves = (Action(stage, kind, microbatch) for kind in ("B", "I", "W"))
             found = listed & {full, *halves}
             if table.is_forward_only and found:
@@ -153,7 +176,7 @@ def _check_finished(table: Table, positions: list[int], ends: dict[Action, float
                 for alternatives in action.after(table.num_stages)
                 if not any(other in ends for other in alternatives)
             )
-            holder = table.ranks[missing[0].stage]
+            holder = table.rank(missing[0])
             raise TableError(
                 f"Rank {rank} would wait forever before {action}: it needs "
                 f"{' or '.join(map(str, missing))} of rank {holder}, which comes later or never."

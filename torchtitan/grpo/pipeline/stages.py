@@ -4,7 +4,9 @@
 """The division of a model into pipeline stages, and their ranks."""
 
 import math
+from collections.abc import Callable
 
+from torchtitan.grpo.models.part_names import part_modules
 from torchtitan.grpo.pipeline.schedules import AUTO, SCHEDULES, Schedule, measured_with
 from torchtitan.grpo.pipeline.tables.actions import ranks_of_stages
 from torchtitan.grpo.upstream.configuration import Parallelism
@@ -23,10 +25,13 @@ def schedule_of(settings: Parallelism) -> Schedule:
 def stage_modules(settings: Parallelism, num_layers: int) -> list[list[str]]:
     """Returns the names of each stage's modules: those of the configuration, or an even division.
 
-    Embedding and output layer count as ``pipeline_parallel_first_stage_less_layers`` and
+    Under Helix, a stage is a part with weights, and its modules are parts of two layers. Embedding and output layer count as ``pipeline_parallel_first_stage_less_layers`` and
     ``pipeline_parallel_last_stage_less_layers`` layers. Raises ValueError if the division is
     impossible, incomplete or unfit for the schedule.
     """
+    if schedule_of(settings).divides_layers:
+        _check_parts(settings, num_layers)
+        return part_modules(num_layers)
     if settings.module_fqns_per_model_part is not None:
         _check_listed_modules(settings, num_layers)
         return settings.module_fqns_per_model_part
@@ -62,6 +67,21 @@ def _check_listed_modules(settings: Parallelism, num_layers: int) -> None:
             "parallelism.module_fqns_per_model_part must list stages with at least one module "
             f"each, and {schedule.name} needs {schedule.stages_in_words} on each of {degree} "
             f"ranks, got {len(listed)} stages: {listed}."
+        )
+
+
+def _check_parts(settings: Parallelism, num_layers: int) -> None:
+    for key in ("pipeline_parallel_layers_per_stage", "module_fqns_per_model_part"):
+        if getattr(settings, key) is not None:
+            raise ValueError(
+                f"parallelism.{key} must be left out with the schedule Helix, got "
+                f"{getattr(settings, key)}: it divides each layer."
+            )
+    degree = settings.pipeline_parallel_degree
+    if num_layers + 1 < degree:
+        raise ValueError(
+            f"Helix divides {num_layers} layers into {num_layers + 1} parts with weights, which must "
+            f"be at least as many as the {degree} ranks."
         )
 
 
@@ -103,7 +123,24 @@ def ends_one_at_a_time(settings: Parallelism) -> bool:
 def stage_ranks(settings: Parallelism, total_stages: int) -> list[int]:
     """Returns the pipeline rank of each stage; for ``auto``, while it measures."""
     degree, schedule = settings.pipeline_parallel_degree, schedule_of(settings)
+    if schedule.divides_layers:
+        return [part % degree for part in range(total_stages)]
     per_rank = total_stages // degree
     if schedule.name == AUTO:
         schedule = measured_with(per_rank)
     return list(ranks_of_stages(degree, per_rank, schedule.placement))
+
+
+def rank_of_parameter(settings: Parallelism, num_layers: int) -> Callable[[str], int]:
+    """Returns a function from a parameter's name to the pipeline rank that holds it."""
+    stages = stage_modules(settings, num_layers)
+    places = zip(stages, stage_ranks(settings, len(stages)), strict=True)
+    ranks = {module: rank for modules, rank in places for module in modules}
+
+    def rank_of(name: str) -> int:
+        while name not in ranks:
+            name, _, rest = name.rpartition(".")
+            assert rest, f"no stage holds {name}"
+        return ranks[name]
+
+    return rank_of

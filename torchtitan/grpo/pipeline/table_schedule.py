@@ -136,9 +136,10 @@ class TableSchedule(_PipelineScheduleRuntime):
         for stage in self.stages:
             stage.offload = self._offload
 
-    def fill(self, jobs: Sequence[FillJob]) -> None:
+    def fill(self, jobs: Sequence[FillJob]) -> GapFiller:
         """Runs units of other work where this rank is idle."""
         self.filler = GapFiller(jobs, self.stages[0].device)
+        return self.filler
 
     def add_gap_model(self, stages: list[LeanStage]) -> GapModel:
         """Registers a model for forward passes in gaps, on all ranks in the same order.
@@ -237,21 +238,25 @@ class TableSchedule(_PipelineScheduleRuntime):
             observer.begin(table, simulation, self.rank)
         asking = [observer for observer in observers if observer.measures]
         timer = PassTimer(self.stages[0].device) if asking else None
-        for stage in self.stages:
-            stage.timer = timer
+        if timer is not None:
+            self._time(timer)
         for stage in cast(list[LeanStage], self._stages):
             stage.filler = self.filler
         try:
             yield
         finally:
-            for stage in self.stages:
-                stage.timer = None
+            if timer is not None:
+                self._time(None)
         for observer in observers:
             observer.finish()
         if timer is not None:
             costs = average_costs(timer, table.num_stages, 1.0, self.stages[0].group)
             for observer in asking:
                 observer.learn(costs)
+
+    def _time(self, timer: PassTimer | None) -> None:
+        for stage in self.stages:
+            stage.timer = timer
 
     def _number_stages(self) -> None:
         offsets = [0, *(model.numbers.offset for model in self._gap_models)]

@@ -125,7 +125,7 @@ class System:
         """Tokens that are computed for groups whose completions have so many tokens together."""
         size = self.grpo.group_size
         fitting = (self.shared_row - self.prompt_tokens) // max(self.mean_tokens, 1.0)
-        prompts = size / min(max(fitting, 1.0), size)
+        prompts = math.ceil(size / min(max(fitting, 1.0), size))
         return num_groups * prompts * self.prompt_tokens + completion_tokens
 
     @property

@@ -42,6 +42,7 @@ from torchtitan.grpo.losses.loss_metrics import (
 from torchtitan.grpo.models.decoder import ValueAdapter
 from torchtitan.grpo.models.hf_weights import load_hf_weights
 from torchtitan.grpo.models.packed_model import PackedDecoder
+from torchtitan.grpo.models.parallelize import compiles_model
 from torchtitan.grpo.pipeline.build import build_schedule
 from torchtitan.grpo.training.gradient_norm import GradientClipper
 from torchtitan.grpo.training.model_spec import (
@@ -56,6 +57,7 @@ from torchtitan.grpo.training.runner import ForwardJob, ModelRunner
 from torchtitan.grpo.training.stage_runner import PipelineRunner, StageLoss
 from torchtitan.grpo.upstream.trainer import LRSchedulersContainer, OptimizersContainer, Trainer
 
+_RECOMPILE_LIMIT = 32
 NUM_MOMENTS = 9
 """Length of :attr:`Estimates.moments`."""
 
@@ -259,6 +261,10 @@ def build_critic(trainer: Trainer) -> Critic:
     dims, settings = trainer.parallel_dims, config.critic
     args = critic_args(trainer.model_args)
     scoring = critic_settings(config, args)
+    if compiles_model(config):
+        # Both models run the same code, whose compiled variants Dynamo counts together.
+        limit = torch._dynamo.config.recompile_limit
+        torch._dynamo.config.recompile_limit = max(limit, _RECOMPILE_LIMIT)
     stages, parts = build_beside(trainer, lambda: PackedDecoder(args, scoring))
     _load(parts, ValueAdapter(args, settings.path or config.model.hf_assets_path), config)
     if dims.pp_enabled:

@@ -6,11 +6,12 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 import torch.nn as nn
 
 from torchtitan.grpo.data.feed import Feed, TrainBatch
-from torchtitan.grpo.data.step_plan import epoch_order
+from torchtitan.grpo.data.step_plan import SampleTable, epoch_order
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.losses.loss_metrics import MetricTotals
 from torchtitan.grpo.losses.objective import batch_loss_metrics, metric_reductions
@@ -66,8 +67,8 @@ class GradientParts:
             self.of_critic.totals.scale_losses(scale)
 
     @property
-    def are_rewards_equal(self) -> bool:
-        return all(part.samples.are_rewards_equal for part in self._parts)
+    def samples(self) -> list[SampleTable]:
+        return [part.samples for part in self._parts]
 
     def whole(self) -> TrainBatch:
         """Returns the last part, with the counts of all parts."""
@@ -134,7 +135,7 @@ class Learner:
         """Learns from a whole batch. Returns None if a guard ends the run."""
         learned = Learned(batch, self._new_totals(), [], self._new_critic_metrics())
         self.scorer.policy.begin_step(step)
-        if self._are_rewards_refused(step, batch.samples.are_rewards_equal):
+        if self._are_rewards_refused(step, [batch.samples]):
             return None
         minibatches = self._score(batch, step, learned.of_critic)
         config = self.scorer.config
@@ -186,7 +187,7 @@ class Learner:
         gradient.finish([*self.clipper.parameters(), *of_critic])
         metrics = None if gradient.of_critic is None else gradient.of_critic.without_losses()
         learned = Learned(gradient.whole(), self._new_totals(), [], metrics)
-        if self._are_rewards_refused(step, gradient.are_rewards_equal):
+        if self._are_rewards_refused(step, gradient.samples):
             return None
         totals, of_critic = gradient.totals, gradient.of_critic
         if not gradient.is_empty and not self._apply_gradient(step, learned, totals, of_critic):
@@ -215,7 +216,10 @@ class Learner:
         is_alone = self._is_critic_alone(step)
         return self.scorer.score(batch, of_critic, is_critic_alone=is_alone)
 
-    def _are_rewards_refused(self, step: int, are_equal: bool) -> bool:
+    def _are_rewards_refused(self, step: int, tables: Sequence[SampleTable]) -> bool:
+        are_equal = all(samples.are_rewards_equal for samples in tables)
+        if self.critic is not None:  # which compares with its estimate, and not within a group
+            are_equal = len(np.unique(np.concatenate([t.rewards for t in tables]))) <= 1
         return self.guards.judge_rewards(step, are_equal=are_equal) is Verdict.STOP
 
     def _update(
@@ -272,11 +276,22 @@ class Learner:
         verdict = self.guards.judge(step, None if is_alone else norm, metrics)
         if verdict is Verdict.TAKE:
             if not is_alone:
+                self._forget_idle_states(step, learned)
                 self.optimizers.step()
             if self.critic is not None:
                 self.critic.optimizers.step()
         learned.add(totals, norm)
         return verdict is not Verdict.STOP
+
+    def _forget_idle_states(self, step: int, learned: Learned) -> None:
+        """Lets the policy's first step after the critic's warmup begin with new optimizer states.
+
+        A checkpoint in the warmup has made states that count a step of the policy, which took none.
+        """
+        warmup_steps = 0 if self.critic is None else self.critic.settings.warmup_steps
+        if warmup_steps and step == warmup_steps + 1 and not learned.grad_norms:
+            for optimizer in self.optimizers:
+                optimizer.state.clear()
 
     def _reduce_critic(
         self, metrics: CriticMetrics | None, grad_norm: torch.Tensor | None, learned: Learned

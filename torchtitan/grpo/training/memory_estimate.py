@@ -25,7 +25,7 @@ from typing import Any
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.collect import module_of
 from torchtitan.grpo.models.parallelize import Kept, keeps_parameters
-from torchtitan.grpo.pipeline.stages import stage_modules, stage_ranks
+from torchtitan.grpo.pipeline.stages import rank_of_parameter, schedule_of
 from torchtitan.grpo.system.dtypes import TORCH_DTYPE_MAP
 from torchtitan.grpo.weight_wire.adapter_names import is_adapter
 
@@ -308,11 +308,10 @@ def _largest_stage(
     if settings.pipeline_parallel_degree == 1:
         return dict(shapes)
     num_layers = len({module_of(name) for name in shapes if name.startswith("layers.")})
-    stages = stage_modules(settings, num_layers)
-    modules: dict[int, set[str]] = {}
-    for stage, rank in zip(stages, stage_ranks(settings, len(stages)), strict=True):
-        modules.setdefault(rank, set()).update(stage)
-    found = [{n: s for n, s in shapes.items() if module_of(n) in own} for own in modules.values()]
+    rank_of = rank_of_parameter(settings, num_layers)
+    found: list[dict[str, tuple[int, ...]]] = [{} for _ in range(settings.pipeline_parallel_degree)]
+    for name, shape in shapes.items():
+        found[rank_of(name)][name] = shape
     return max(found, key=lambda own: sum(math.prod(shape) for shape in own.values()))
 
 
@@ -340,7 +339,12 @@ def _per_token(
     config: JobConfig, sizes: BlockSizes, stage: Mapping[str, tuple[int, ...]], layout: _Layout
 ) -> dict[str, float]:
     num_layers = len({module_of(name) for name in stage if name.startswith("layers.")})
-    if config.parallelism.pipeline_parallel_degree > 1:
+    divides = _divides_layers(config)
+    if divides:
+        # A rank holds one of the two parts of other layers.
+        num_layers = sum(name.endswith(".attention_norm.weight") for name in stage)
+        num_layers *= 2 * config.parallelism.pipeline_parallel_degree
+    elif config.parallelism.pipeline_parallel_degree > 1:
         # 1F1B holds as many microbatches on its first rank as there are ranks.
         num_layers *= config.parallelism.pipeline_parallel_degree * config.grpo.pipeline_memory
     computed = _itemsize(config.training.mixed_precision_param)
@@ -352,9 +356,17 @@ def _per_token(
     for mode in CHECKPOINTING:
         option = config.activation_checkpoint.selective_ac_option if mode == "selective" else mode
         block = sizes.kept_channels("none") if mode != "none" else 0
-        channels = num_layers * sizes.kept_channels(option) + block + around
+        kept = sizes.kept_channels(option)
+        if divides and mode == "full":
+            kept += 3 * sizes.heads + 2 * sizes.kv_heads  # by attention, and its output twice
+        channels = num_layers * kept + block + around
         found[mode] = channels * computed / parts
     return found
+
+
+def _divides_layers(config: JobConfig) -> bool:
+    settings = config.parallelism
+    return settings.pipeline_parallel_degree > 1 and schedule_of(settings).divides_layers
 
 
 def _recomputed(config: JobConfig, sizes: BlockSizes, args: Any) -> dict[str, float]:
@@ -368,6 +380,6 @@ def _recomputed(config: JobConfig, sizes: BlockSizes, args: Any) -> dict[str, fl
         "none": 0.0,
         "selective": sizes.recomputed(option)
         + (attention / max(int(option), 1) if option.isdigit() else 0),
-        "full": sizes.recomputed("full") + attention,
+        "full": sizes.recomputed("full") + (0 if _divides_layers(config) else attention),
     }
     return {mode: args.n_layers * again[mode] / step for mode in CHECKPOINTING}

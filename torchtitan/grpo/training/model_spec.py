@@ -27,6 +27,7 @@ from torchtitan.grpo.models.shards import named_parameters
 from torchtitan.grpo.observe.metrics_processor import build_grpo_metrics_processor
 from torchtitan.grpo.pipeline.auto import resolve_schedule
 from torchtitan.grpo.pipeline.build import build_schedule, split_model
+from torchtitan.grpo.pipeline.fill_jobs import load_jobs
 from torchtitan.grpo.pipeline.lean_stage import LeanStage
 from torchtitan.grpo.pipeline.stages import ends_one_at_a_time
 from torchtitan.grpo.system.dtypes import TORCH_DTYPE_MAP
@@ -79,6 +80,7 @@ def scoring_settings(config: JobConfig, head_dim: int | None = None) -> ScoringS
         # A loss of the user's may use the entropy, and a built-in one does not.
         trains_entropy=grpo.entropy_coef > 0 or grpo.policy_loss not in BUILTIN,
         keep_logits=grpo.logprob_keep_logits and ends_one_at_a_time(config.parallelism),
+        shares_contexts=config.prompts.share_contexts,
     )
 
 
@@ -114,7 +116,10 @@ def build_policy_runner(trainer: Trainer) -> ModelRunner:
     if trainer.parallel_dims.pp_enabled:
         schedule: Any = trainer.pp_schedule  # pyright: ignore[reportAttributeAccessIssue]
         loss: Any = trainer.loss_fn
-        return PipelineRunner(schedule, loss, config)
+        runner = PipelineRunner(schedule, loss, config)
+        if paths := config.parallelism.pipeline_fill_jobs:
+            runner.fill(load_jobs(paths, schedule.stages[0], config.job.dump_folder))
+        return runner
     return whole_model_runner(trainer.model_parts[0], config)
 
 

@@ -12,8 +12,8 @@ from torchtitan.grpo.data.feed import Feed
 from torchtitan.grpo.data.rows import TrainRows
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.pipeline.build import build_forward_schedule
-from torchtitan.grpo.pipeline.fill import GapFiller
-from torchtitan.grpo.pipeline.fill_jobs import load_jobs
+from torchtitan.grpo.pipeline.fill import FillJob, GapFiller
+from torchtitan.grpo.pipeline.helix_schedule import HelixSchedule
 from torchtitan.grpo.pipeline.lean_stage import DeferredStage, LeanStage
 from torchtitan.grpo.pipeline.table_schedule import GapModel, GapRows, TableSchedule
 from torchtitan.grpo.training.runner import (
@@ -49,7 +49,8 @@ class PipelineForwardRunner(ForwardRunner):
         self.has_input = any(stage.is_first for stage in stages)
         self.has_output = any(stage.is_last for stage in stages)
         self.schedule = build_forward_schedule(config, stages)
-        self.stages = self.schedule.stages
+        # Other schedules have no gaps for the passes of another model.
+        self.stages = self.schedule.stages if isinstance(self.schedule, TableSchedule) else ()
 
     @torch.no_grad()
     def forward(self, rows: TrainRows) -> torch.Tensor | None:
@@ -66,16 +67,15 @@ class PipelineForwardRunner(ForwardRunner):
 class PipelineRunner(ModelRunner):
     """Trains stages on one sequence of microbatches, so the pipeline is filled once."""
 
-    def __init__(self, schedule: TableSchedule, stage_loss: StageLoss, config: JobConfig) -> None:
+    def __init__(
+        self, schedule: TableSchedule | HelixSchedule, stage_loss: StageLoss, config: JobConfig
+    ) -> None:
         self.schedule, self.stage_loss = schedule, stage_loss
         self.forwards = PipelineForwardRunner(schedule.stages, config)
         self.has_output, self.stages = self.forwards.has_output, self.forwards.stages
         self._gap_models: dict[LeanStage, GapModel] = {}
         self._fill_metrics: dict[str, float] = {}
-        settings = config.parallelism
-        if settings.pipeline_fill_jobs:
-            first, folder = schedule.stages[0], config.job.dump_folder
-            schedule.fill(load_jobs(settings.pipeline_fill_jobs, first, folder))
+        self._filler: GapFiller | None = None
 
     def forward(self, rows: TrainRows) -> torch.Tensor | None:
         return self.forwards.forward(rows)
@@ -102,24 +102,30 @@ class PipelineRunner(ModelRunner):
                 stage.store.check_empty()
         self.stage_loss.loss = None
 
+    def fill(self, jobs: Sequence[FillJob]) -> None:
+        """Runs units of other work where this rank is idle."""
+        assert isinstance(self.schedule, TableSchedule)
+        self._filler = self.schedule.fill(jobs)
+
     def begin_step(self, step: int) -> None:
-        if self.schedule.filler is not None:
-            self.schedule.filler.begin_step(step)
+        if self._filler is not None:
+            self._filler.begin_step(step)
 
     def end_step(self, feed: Feed) -> None:
-        if self.schedule.filler is not None:
-            self._fill_metrics = fill_metrics(self.schedule.filler, feed)
+        if self._filler is not None:
+            self._fill_metrics = fill_metrics(self._filler, feed)
 
     def take_metrics(self) -> dict[str, float]:
         metrics, self._fill_metrics = self._fill_metrics, {}
         return self.schedule.take_metrics() | metrics
 
     def close(self) -> None:
-        if self.schedule.filler is not None:
-            self.schedule.filler.close()
+        if self._filler is not None:
+            self._filler.close()
 
     def _gap_rows(self, job: ForwardJob) -> GapRows:
         first = job.runner.stages[0]
+        assert isinstance(self.schedule, TableSchedule)
         if first not in self._gap_models:
             self._gap_models[first] = self.schedule.add_gap_model(list(job.runner.stages))
         parts = job.waiting.microbatches(self.forwards.microbatch_rows)

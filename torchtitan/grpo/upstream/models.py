@@ -20,5 +20,10 @@ from torchtitan.models.qwen3 import get_train_spec as qwen3_train_spec
 from torchtitan.models.qwen3.infra.parallelize import _op_sac_save_list as op_sac_save_list
 from torchtitan.models.qwen3.infra.parallelize import apply_non_moe_tp as apply_tp
 from torchtitan.models.qwen3.model.args import Qwen3ModelArgs
-from torchtitan.models.qwen3.model.model import Qwen3Model, TransformerBlock
+from torchtitan.models.qwen3.model.model import (
+    Attention,
+    Qwen3Model,
+    TransformerBlock,
+    apply_rotary_emb,
+)
 from torchtitan.models.qwen3.model.state_dict_adapter import Qwen3StateDictAdapter

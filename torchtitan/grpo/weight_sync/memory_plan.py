@@ -18,7 +18,7 @@ from torchtitan.grpo.models.collect import module_of
 from torchtitan.grpo.models.lora import PeftStateDictAdapter
 from torchtitan.grpo.models.shards import Assembly, Block, Piece, model_order
 from torchtitan.grpo.pipeline.schedules import AUTO, candidates
-from torchtitan.grpo.pipeline.stages import fixes_stages, stage_modules, stage_ranks
+from torchtitan.grpo.pipeline.stages import fixes_stages, rank_of_parameter, stage_modules
 from torchtitan.grpo.system.dtypes import TORCH_DTYPE_MAP
 from torchtitan.grpo.upstream.state_dict import BaseStateDictAdapter
 from torchtitan.grpo.weight_sync.leader import max_alive
@@ -116,9 +116,9 @@ def predict_memory(
     adapters_only = config.lora.rank > 0 and config.lora.push == "adapters"
     if adapters_only:
         adapter = PeftStateDictAdapter(adapter, config.model.hf_assets_path)
-    ranks_of = _ranks_by_module(config, shapes, num_ranks)
+    ranks_of = _ranks_by_name(config, shapes, num_ranks)
     assemblies = [
-        _assembly(name, shapes[name], degree, ranks_of[module_of(name)])
+        _assembly(name, shapes[name], degree, ranks_of[name])
         for name in sorted(shapes, key=model_order)
     ]
     plan = plan_push(
@@ -150,22 +150,18 @@ def wire_dtype(config: JobConfig) -> torch.dtype:
     return TORCH_DTYPE_MAP[name]
 
 
-def _ranks_by_module(
+def _ranks_by_name(
     config: JobConfig, names: Iterable[str], num_ranks: int
 ) -> dict[str, Sequence[int]]:
-    """Returns the ranks that hold parts of each module, such as ``layers.3``."""
-    settings, modules = config.parallelism, {module_of(name) for name in names}
+    """Returns the ranks that hold parts of each parameter."""
+    settings, names = config.parallelism, list(names)
     if settings.pipeline_parallel_degree == 1:
-        return dict.fromkeys(modules, range(num_ranks))
-    num_layers = sum(module.startswith("layers.") for module in modules)
-    stages = stage_modules(settings, num_layers)
+        return dict.fromkeys(names, range(num_ranks))
+    modules = {module_of(name) for name in names}
+    rank_of = rank_of_parameter(settings, sum(m.startswith("layers.") for m in modules))
     per_rank = num_ranks // settings.pipeline_parallel_degree
     # Pipeline parallelism is the outermost dimension of the mesh of ranks.
-    return {
-        module: range(place * per_rank, (place + 1) * per_rank)
-        for stage, place in zip(stages, stage_ranks(settings, len(stages)), strict=True)
-        for module in stage
-    }
+    return {name: range(rank_of(name) * per_rank, (rank_of(name) + 1) * per_rank) for name in names}
 
 
 def _assembly(name: str, shape: tuple[int, ...], degree: int, ranks: Sequence[int]) -> Assembly:

@@ -65,7 +65,7 @@ def test_every_answer_names_values_that_there_are():
         ("--grpo.policy_loss=dr_grpo", 'grpo.advantage = "group_mean"'),
         ("--grpo.policy_loss=vanilla", 'It is called "clip" here.'),
         ("--grpo.advantage=maxrl", 'It is called "max_rl" here.'),
-        ("--grpo.advantage=gae", "There is no critic"),
+        ("--grpo.advantage=vapo", 'It is called "gae" here.'),
         ("--grpo.aggregation=seq-mean-token-sum-norm", 'It is called "constant_length" here.'),
         ("--weight_sync.transport=group", '"nccl" or "host" now'),
     ],

@@ -55,7 +55,17 @@ def test_a_tree_has_a_span_for_each_context_and_each_rest():
     assert cost_of(spans, FlopsCost(0, 1)) == 1 + 2 + (3 + 4 + 5) + (3 + 4) + (2 + 3) + (1 + 2 + 3)
 
 
-contexts = st.lists(st.integers(0, 1), min_size=1, max_size=6)
+def test_a_chain_of_contexts_is_shared_down_to_the_largest_depth():
+    """Each row of an episode goes on where the one before it ends; there is no end to it."""
+    chain = [sample(range(2 + 3 * n), (99,)) for n in range(1000)]
+    spans = spans_of(chain)
+    contexts = [span for span in spans if span.is_context]
+    assert [(span.begin, span.end) for span in contexts] == [(0, 1), (1, 4), (4, 7), (7, 10)]
+    assert len(spans) == 4 + len(chain)
+    assert {span.begin for span in spans if not span.is_context} == {1, 4, 7, 10}
+
+
+contexts = st.lists(st.integers(0, 1), min_size=1, max_size=5)
 sequences = st.lists(
     st.builds(
         sample, contexts, st.lists(st.integers(2, 9), min_size=1, max_size=4),

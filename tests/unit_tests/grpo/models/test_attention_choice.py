@@ -156,7 +156,8 @@ def kernel(monkeypatch) -> Iterator[Callable[..., None]]:
 
 
 def see_one_more(mask: torch.Tensor) -> torch.Tensor:
-    mask[101, 98:101] = True  # the end of the sequence before
+    if len(mask) > 256:  # not that of contexts
+        mask[101, 98:101] = True  # the end of the sequence before
     return mask
 
 
@@ -190,6 +191,15 @@ def test_wrong_numbers_are_a_failure(kernel, wrong, failure):
     packed_attention._causal_varlen_attn.cache_clear()
     kernel(wrong)
     assert failure in str(failure_of("varlen", CPU, torch.bfloat16, 64))
+
+
+def test_a_run_that_shares_nothing_needs_only_torchs_public_function(kernel):
+    def no_backward(*_):
+        raise AssertionError("a run that shares nothing has no tree")
+
+    kernel(lambda *a, **kw: dense_varlen(*a, **kw), no_backward)
+    assert failure_of("varlen", CPU, torch.bfloat16, 64, shares_contexts=False) is None
+    assert "no tree" in str(failure_of("varlen", CPU, torch.bfloat16, 64))
 
 
 def test_wrong_gradients_are_a_failure(kernel):

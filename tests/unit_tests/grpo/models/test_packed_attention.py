@@ -218,7 +218,14 @@ def test_other_spans_do_not_compile_a_block_again_and_again(monkeypatch):
         reach[tokens : tokens + 20] = tokens + 20
         return reach.expand(2, 300)
 
-    for reach in (*map(rows_of, (300, 299, 150, 128, 64, 17, 10)), *map(shared, (1, 5, 200))):
+    def nested(depth: int) -> torch.Tensor:  # each context has a sequence and the next context
+        reach = torch.full((300,), 300)
+        for number in range(depth):
+            reach[20 * number + 10 : 20 * number + 20] = 20 * number + 20
+        return reach.expand(2, 300)
+
+    shapes = [*map(rows_of, (300, 299, 150, 128, 64, 17, 10)), *map(shared, (1, 5, 200))]
+    for reach in (*shapes, *map(nested, range(5))):
         check(reach)
     assert counter.frame_count == 1
     for tokens in (9, 3, 1):

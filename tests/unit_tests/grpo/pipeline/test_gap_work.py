@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from torchtitan.grpo.pipeline.draw import draw_text
-from torchtitan.grpo.pipeline.schedules import SCHEDULES
+from torchtitan.grpo.pipeline.schedules import LAYER_SCHEDULES, SCHEDULES
 from torchtitan.grpo.pipeline.simulate import simulate
 from torchtitan.grpo.pipeline.tables.actions import Costs
 from torchtitan.grpo.pipeline.tables.gaps import fill_gaps
@@ -22,7 +22,7 @@ def table_of(name, ranks, microbatches, times):
     return row.make_table(ranks, microbatches, costs), costs
 
 
-@pytest.mark.parametrize("name", [name for name in SCHEDULES if name != "auto"])
+@pytest.mark.parametrize("name", [name for name in LAYER_SCHEDULES if name != "auto"])
 @pytest.mark.parametrize("times", [(1, 1, 1), (0.3, 0.7, 0.2)])
 def test_what_fills_gaps_delays_nothing(name, times):
     for ranks, microbatches in ((2, 4), (4, 9), (8, 16)):

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from torchtitan.grpo.pipeline.lowering import lower
-from torchtitan.grpo.pipeline.schedules import SCHEDULES
+from torchtitan.grpo.pipeline.schedules import LAYER_SCHEDULES, SCHEDULES
 from torchtitan.grpo.pipeline.simulate import simulate
 from torchtitan.grpo.pipeline.tables.actions import Costs
 
@@ -34,7 +34,7 @@ def exchange(action) -> tuple[int, str, int]:
 
 @pytest.mark.parametrize("recompute", [0.0, 0.5])
 @pytest.mark.parametrize("degree", [2, 4])
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", LAYER_SCHEDULES)
 def test_exchanges_that_block_their_rank_until_they_are_done_finish(name, degree, recompute):
     """The hardest case: a rank waits in each exchange for the other side, as on one NCCL stream."""
     _, actions = lowered(name, degree, 2 * degree + 1, recompute)
@@ -52,7 +52,7 @@ def test_exchanges_that_block_their_rank_until_they_are_done_finish(name, degree
 
 
 @pytest.mark.parametrize("recompute", [0.0, 0.5])
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", LAYER_SCHEDULES)
 def test_an_input_comes_before_its_pass_and_an_output_leaves_before_the_next_pass(name, recompute):
     _, actions = lowered(name, 4, 9, recompute)
     for todo in actions.values():

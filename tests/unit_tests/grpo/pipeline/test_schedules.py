@@ -6,7 +6,7 @@
 import pytest
 
 from torchtitan.grpo.pipeline.build import _PLACED_LIKE
-from torchtitan.grpo.pipeline.schedules import SCHEDULES
+from torchtitan.grpo.pipeline.schedules import LAYER_SCHEDULES, SCHEDULES
 from torchtitan.grpo.pipeline.simulate import simulate
 from torchtitan.grpo.pipeline.stages import ends_one_at_a_time, num_stages, schedule_of, stage_ranks
 from torchtitan.grpo.pipeline.tables.actions import Costs, Table
@@ -24,7 +24,7 @@ def table_of(name: str, degree: int, microbatches: int, times=(1.0, 1.0, 1.0)) -
 
 
 @pytest.mark.parametrize("degree", [2, 3, 4])
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", LAYER_SCHEDULES)
 def test_a_table_exists_for_every_number_of_microbatches(name, degree):
     row = SCHEDULES[name]
     for stages in (2, 3) if row.allows_more_stages else (row.stages_per_rank,):
@@ -36,7 +36,7 @@ def test_a_table_exists_for_every_number_of_microbatches(name, degree):
 
 
 @pytest.mark.parametrize("degree", [2, 4])
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", LAYER_SCHEDULES)
 def test_stages_lie_where_the_table_expects_them_and_a_zero_bubble_one_splits_passes(name, degree):
     total = num_stages(settings_of(name, degree), num_layers=64)
     assert table_of(name, degree, 8).ranks == tuple(stage_ranks(settings_of(name, degree), total))
@@ -48,7 +48,7 @@ def test_stages_lie_where_the_table_expects_them_and_a_zero_bubble_one_splits_pa
 
 
 @pytest.mark.parametrize(("degree", "count"), [(2, 4), (2, 9), (4, 8)])
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", LAYER_SCHEDULES)
 def test_the_row_says_whether_the_last_stage_ends_one_microbatch_at_a_time(name, degree, count):
     for times in ((1, 1, 1), (3, 4, 2), (1, 2, 0.5)):
         table = table_of(name, degree, count, times)

@@ -60,11 +60,13 @@ class World:
 
     def expected(self, algorithm: Algorithm) -> tuple[dict[str, torch.Tensor], list[dict]]:
         if algorithm not in self._expected:
-            models = [
+            policy, critic, reference = [
                 Qwen3ForCausalLM.from_pretrained(self.folder / name, dtype=torch.float32)
                 for name in ("model", "model", "reference")
             ]
-            self._expected[algorithm] = train_plainly(*models, self.batches, algorithm)
+            self._expected[algorithm] = train_plainly(
+                policy, critic, reference, self.batches, algorithm
+            )
         return self._expected[algorithm]
 
     def case(
@@ -139,6 +141,7 @@ def logprobs_of(model: Any, episode: Rollout) -> torch.Tensor:
 
 def decisions_of(episode: Rollout, level: str) -> list[list[int]]:
     """For each decision, its places among the sampled tokens."""
+    assert episode.sampled is not None
     places = np.flatnonzero(episode.sampled).tolist()
     found: list[list[int]] = []
     for i, place in enumerate(places):
@@ -263,7 +266,7 @@ def world(tmp_path_factory) -> World:
 
 
 def test_one_process_takes_the_steps_of_plain_ppo_and_resumes_to_the_bit(world, run_ranks):
-    algorithms = {"token": TOKEN, "turn": TURN, "adaptive": ADAPTIVE, "warm-up": WARM}
+    algorithms = {"turn": TURN, "adaptive": ADAPTIVE, "warm-up": WARM}
     checkpointed = {
         "dump": "kept", "checkpoint__enable": True, "checkpoint__interval": 2,
         "checkpoint__last_save_model_only": False,
@@ -310,14 +313,21 @@ def assert_equal(one: Any, other: Any, where: str) -> None:
         assert one == other, where
 
 
-def test_two_ranks_take_the_steps_of_plain_ppo(world, run_ranks):
+LAYOUTS: dict[str, tuple[Algorithm, dict[str, Any]]] = {
+    "pipeline": (TOKEN, PIPELINE),
+    "fsdp": (TOKEN, {"data_parallel_shard_degree": 2}),
+    "tensor": (TURN, {"tensor_parallel_degree": 2}),
+    "context": (ADAPTIVE, {"context_parallel_degree": 2}),
+}
+
+
+# Gradients in the other layouts are those of `test_critic.py`; the whole runs repeat them.
+@pytest.mark.parametrize(
+    "names", [("pipeline",), pytest.param(("fsdp", "tensor", "context"), marks=pytest.mark.long)]
+)
+def test_two_ranks_take_the_steps_of_plain_ppo(names: tuple[str, ...], world, run_ranks):
     """Ranks that see no values, or hold the same rows, agree with the others in what is whitened."""
-    layouts: dict[str, tuple[Algorithm, dict[str, Any]]] = {
-        "fsdp": (TOKEN, {"data_parallel_shard_degree": 2}),
-        "tensor": (TURN, {"tensor_parallel_degree": 2}),
-        "context": (ADAPTIVE, {"context_parallel_degree": 2}),
-        "pipeline": (TOKEN, PIPELINE),
-    }
+    layouts = {name: LAYOUTS[name] for name in names}
     cases = [
         layout_case(world, name, degrees, algorithm=algorithm)
         for name, (algorithm, degrees) in layouts.items()

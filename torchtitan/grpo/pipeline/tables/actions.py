@@ -14,7 +14,7 @@ F is a forward pass, I computes the gradient of the input, W those of the weight
 once. G is the forward pass of a row of another pass, which fills a gap (`gaps.py`).
 """
 
-Placement = Literal["loop", "v"]
+Placement = Literal["loop", "v", "helix"]
 
 
 class Action(NamedTuple):
@@ -43,13 +43,24 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Table:
-    """Each rank's order of actions, and each stage's rank; gap microbatches are those of G."""
+    """Each rank's order of actions, and each stage's rank; gap microbatches are those of G.
+
+    A stage without weights may be on another rank for each microbatch: with ``shifts``, microbatch
+    m of stage s is on rank ``ranks[s] + shifts[s] * m``, counted round and round.
+    """
 
     ranks: tuple[int, ...]
     num_microbatches: int
     actions: tuple[tuple[Action, ...], ...]
     is_forward_only: bool = False
     num_gap_microbatches: int = 0
+    shifts: tuple[int, ...] = ()
+
+    def rank(self, action: Action) -> int:
+        rank = self.ranks[action.stage]
+        if not self.shifts:
+            return rank
+        return (rank + self.shifts[action.stage] * action.microbatch) % self.num_ranks
 
     @property
     def num_stages(self) -> int:
@@ -75,7 +86,8 @@ class StageCosts:
     that of I and W, but a split can take additional time. ``activation`` is the memory that F
     allocates, freed at the end of I or B, and ``pending`` that of I, freed at the end of W.
     ``recompute`` is the time within I or B in which checkpointed blocks are recomputed, which a
-    rank can do while it waits for the gradient from another rank.
+    rank can do while it waits for the gradient from another rank. ``shared`` is the part of
+    ``activation`` that a stage before it keeps as well, if that is on the same rank.
     """
 
     forward: float
@@ -85,6 +97,7 @@ class StageCosts:
     activation: float = 1.0
     pending: float = 1.0
     recompute: float = 0.0
+    shared: float = 0.0
 
     @property
     def backward(self) -> float:

@@ -1,0 +1,59 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Tensors on their way from pass to pass, on one rank or between two."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+Key = tuple[int, str, int]
+"""The pass that takes the tensors: its part, its direction and its microbatch."""
+
+
+class Mail:
+    """Holds each tensor until it is taken or has been sent. Ranks are those of ``group``."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._group, self._device = group, device
+        self._here: dict[Key, tuple[torch.Tensor, ...]] = {}
+        self._arriving: dict[Key, list[dist.Work]] = {}
+        self._leaving: list[tuple[dist.Work, torch.Tensor]] = []
+
+    def put(self, key: Key, tensors: tuple[torch.Tensor, ...]) -> None:
+        self._here[key] = tensors
+
+    def take(self, key: Key) -> tuple[torch.Tensor, ...]:
+        for work in self._arriving.pop(key, ()):
+            work.wait()
+        return self._here.pop(key)
+
+    def send(self, key: Key, peer: int) -> None:
+        """Begins to send what was put for a pass of another rank."""
+        self._leaving = [(work, t) for work, t in self._leaving if not work.is_completed()]
+        for tensor in self._here.pop(key):
+            tensor = tensor.contiguous()
+            work = dist.isend(tensor, group=self._group, group_dst=peer)
+            self._leaving.append((_begun(work), tensor))
+
+    def receive(
+        self, key: Key, shapes: Sequence[tuple[torch.Size, torch.dtype]], peer: int
+    ) -> None:
+        """Begins to receive what a pass of this rank takes."""
+        tensors = tuple(torch.empty(s, dtype=dtype, device=self._device) for s, dtype in shapes)
+        self._here[key] = tensors
+        self._arriving[key] = [
+            _begun(dist.irecv(tensor, group=self._group, group_src=peer)) for tensor in tensors
+        ]
+
+    def finish(self) -> None:
+        for work, _ in self._leaving:
+            work.wait()
+        self._leaving.clear()
+        assert not self._here, f"nobody took the tensors for {list(self._here)}"
+
+
+def _begun(work: dist.Work | None) -> dist.Work:
+    assert work is not None, "a rank outside the pipeline's group exchanged a tensor"
+    return work
