@@ -9,11 +9,13 @@ from torchtitan.grpo.config_checks.rules import forbid, require
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hub import is_hub_name
 
+_SETTING = 'grpo.advantage = "gae"'
+
 
 def check_critic(config: JobConfig) -> None:
     if not config.has_critic:
         return
-    grpo, path, setting = config.grpo, config.critic.path, 'grpo.advantage = "gae"'
+    path, setting = config.critic.path, _SETTING
     require(
         config.sft.path is None and config.has_rewards,
         f"{setting} needs rewards to estimate, and "
@@ -31,6 +33,25 @@ def check_critic(config: JobConfig) -> None:
         {"optimizer.early_step_in_backward": config.optimizer.early_step_in_backward},
         "the policy takes no step during critic.warmup_steps. Leave it at false.",
     )
+    forbid(
+        setting,
+        {
+            "optimizer.muon_adjust_lr = 'original'": config.optimizer.name == "Muon"
+            and config.optimizer.muon_adjust_lr == "original"
+        },
+        "critic.lr is also Muon's for the critic, and with 'original' its updates are not as large as AdamW's. "
+        "Use 'match_rms_adamw'.",
+    )
+    _check_loss(config)
+    require(
+        path is None or Path(path).is_dir() or is_hub_name(path),
+        f"critic.path must be a Hugging Face model directory, or a name on the Hub, got {path}.",
+    )
+
+
+def _check_loss(config: JobConfig) -> None:
+    """Forbids what takes advantages as relative to a group, or as those of whole sequences."""
+    grpo, setting = config.grpo, _SETTING
     forbid(
         setting,
         {
@@ -59,17 +80,4 @@ def check_critic(config: JobConfig) -> None:
         },
         "the teacher's part of advantages is relative to the group's mean, and those of the critic are "
         "not. Set teacher.top_k, which makes it a term of the loss.",
-    )
-    forbid(
-        setting,
-        {
-            "optimizer.muon_adjust_lr = 'original'": config.optimizer.name == "Muon"
-            and config.optimizer.muon_adjust_lr == "original"
-        },
-        "critic.lr is also Muon's for the critic, and with 'original' its updates are not as large as AdamW's. "
-        "Use 'match_rms_adamw'.",
-    )
-    require(
-        path is None or Path(path).is_dir() or is_hub_name(path),
-        f"critic.path must be a Hugging Face model directory, or a name on the Hub, got {path}.",
     )

@@ -56,9 +56,11 @@ class Level(NamedTuple):
 
 @dataclass(frozen=True)
 class Levels:
-    """``sizes`` [levels, 4] int64, on the host: queries, keys, and the most of either for a context.
+    """The levels of a microbatch, the contexts nearest to the root first.
 
-    The tensors of levels may be longer: what lies behind these numbers is not read.
+    ``sizes`` [levels, 4] int64 are on the host. They are the numbers of queries and of keys of a level,
+    and the most of either for one of its contexts. The tensors of a level may be longer: what lies
+    behind these numbers is not read.
     """
 
     levels: list[Level]
