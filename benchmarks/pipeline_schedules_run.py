@@ -19,8 +19,9 @@ from torch.distributed.pipelining import PipelineStage
 from torchtitan.grpo.models.weight_grads import WeightGradients, defer_linears
 from torchtitan.grpo.pipeline.lean_stage import DeferredStage, EarlyRecompute
 from torchtitan.grpo.pipeline.schedules import SCHEDULES
-from torchtitan.grpo.pipeline.table_schedule import TableSchedule
-from torchtitan.grpo.pipeline.tables.actions import Costs
+from torchtitan.grpo.pipeline.table_schedule import TableSchedule, second_offset
+from torchtitan.grpo.pipeline.tables.actions import Costs, Table
+from torchtitan.grpo.pipeline.tables.fused import opposite
 
 DIM = 4
 
@@ -77,18 +78,24 @@ class SleepingStage(DeferredStage):
         super()._add_gradient(weight, gradient)
 
 
-def build(name: str, times: list[float], early: int | None) -> TableSchedule:
+def build(
+    name: str, times: list[float], early: int | None, *, is_second: bool = False
+) -> TableSchedule:
     """Returns a schedule over sleeping stages of this rank.
 
     Args:
         name: Name of the schedule.
         times: Times of F, I and W on one rank.
         early: Number of blocks that are recomputed early. ``None`` leaves out checkpointing.
+        is_second: Whether another schedule trains the stages beside its own.
     """
     row, degree = SCHEDULES[name], dist.get_world_size()
     per_rank = row.stages_per_rank
     costs = Costs.uniform(degree, per_rank, times)
-    ranks = row.make_table(degree, 1, costs).ranks
+    turns = is_second and row.turns_second
+    make = partial(_make_table, name, costs, turns)
+    ranks = make(1).ranks
+    offset = second_offset(len(ranks)) if is_second else 0
     store = WeightGradients()
     stages = []
     for index, rank in enumerate(ranks):
@@ -98,28 +105,31 @@ def build(name: str, times: list[float], early: int | None) -> TableSchedule:
             stage = PipelineStage(module, index, len(ranks), torch.device("cpu"))
             if early is not None:
                 stage.submod = Checkpointed(module)
-            stages.append(SleepingStage(stage, store))
+            stages.append(SleepingStage(stage, store, offset))
             if early:
                 stages[-1].early = EarlyRecompute(stage.submod, early)
             stages[-1].weight_seconds = times[2] / per_rank
-    make = partial(_make_table, name, costs)
     return TableSchedule(stages, make, costs, lambda output, target: (output * target).sum())
 
 
-def _make_table(name: str, costs: Costs, microbatches: int):
-    return SCHEDULES[name].make_table(dist.get_world_size(), microbatches, costs)
+def _make_table(name: str, costs: Costs, turns: bool, microbatches: int) -> Table:
+    table = SCHEDULES[name].make_table(dist.get_world_size(), microbatches, costs)
+    return opposite(table) if turns else table
 
 
-def seconds_of_pass(schedule: TableSchedule, microbatches: int) -> float:
+def seconds_of_pass(
+    schedule: TableSchedule, microbatches: int, beside: TableSchedule | None = None
+) -> float:
     """Runs one pass; returns the time from the start of the first rank to the end of the last."""
-    has_first = any(stage.is_first for stage in schedule.stages)
-    has_last = any(stage.is_last for stage in schedule.stages)
+    stages = [*schedule.stages, *(() if beside is None else beside.stages)]
+    has_first = any(stage.is_first for stage in stages)
+    has_last = any(stage.is_last for stage in stages)
     rows = [torch.randn(1, DIM, requires_grad=True) for _ in range(microbatches)]
     dist.barrier()
     begin = time.monotonic()
     schedule.run(
         [(row,) if has_first else () for row in rows], [{}] * microbatches,
-        [torch.ones(1, DIM)] * microbatches if has_last else None,
+        [torch.ones(1, DIM)] * microbatches if has_last else None, beside=beside,
     )  # fmt: skip
     dist.barrier()
     return time.monotonic() - begin

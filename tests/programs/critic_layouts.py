@@ -52,8 +52,8 @@ def gradient_errors(
 def run_case(arguments: dict, case: dict) -> dict:
     built = build(case["policy"], arguments["seq_len"], **case["layout"])
     critic, rows = critic_of(built, case["critic"]), rows_of(arguments)
-    values = critic.values(rows).values()
-    critic.add_gradient(rows, None if values is None else targets_of(rows), None)
+    values = critic.values(rows).logprobs()
+    critic.runner.forward_backward(rows, critic.loss(targets_of(rows)))
     heads = [m for part in critic.parts for m in part.modules() if isinstance(m, ValueHead)]
     # Every data-parallel rank had all rows, and gradients are summed.
     num_copies = case["layout"].get("dp_shard", 1) * case["layout"].get("dp_replicate", 1)

@@ -14,6 +14,7 @@ from torchtitan.grpo.disk_failures import disk_failure
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.attention_choice import choose_packed_attention
 from torchtitan.grpo.pipeline.schedules import SCHEDULES
+from torchtitan.grpo.pipeline.stages import trains_together
 
 # How torch, its CPU allocator, cuBLAS and NCCL say it. Only CUDA's caching allocator has a type.
 _OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|not enough memory|ALLOC_FAILED")
@@ -110,6 +111,8 @@ def _pipeline_remedies(config: JobConfig) -> Iterator[str]:
     )
     if schedule.divides_layers and takes_chunks and config.grpo.pipeline_chunk_tokens == 0:
         yield "grpo.pipeline_chunk_tokens, which computes the feed-forward layers in parts"
+    if trains_together(config):
+        yield "grpo.pipeline_fill_gaps = false, which trains the policy and the critic one after the other"
     if schedule.name not in ("VHalf", "VMin"):
         yield 'parallelism.pipeline_parallel_schedule = "VHalf", which holds fewer microbatches'
 

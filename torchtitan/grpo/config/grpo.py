@@ -284,10 +284,12 @@ class GRPO:
 
     pipeline_fill_gaps: bool = True
     """Whether a pipeline computes the log-probabilities under the reference policy and the proximal
-    policy in the idle time of its training passes, as long as this causes no delay. This requires
-    several minibatches (``num_minibatches``). The results do not change. With FSDP, the gathered
-    parameters of both models are then in memory at the same time. Has no effect on a reference with
-    ``ref_model_offload``, or on a reference whose KL is part of the reward."""
+    policy in the idle time of its training passes, as long as this causes no delay, and trains a
+    critic in the same passes as the policy. The former requires several minibatches
+    (``num_minibatches``). The results do not change. With FSDP, the gathered parameters of both
+    models are then in memory at the same time, and with a critic also the whole gradients of both
+    and the activations of one more microbatch. Has no effect on a reference with ``ref_model_offload``, or on a reference whose KL
+    is part of the reward."""
 
     max_pending_weight_grads_gib: Annotated[float, at_least(0).or_value(-1, "no bound")] = -1
     """Maximum memory, in GiB per rank, in which a zero-bubble schedule keeps the inputs and output

@@ -130,7 +130,7 @@ class Trial:
                 stage.timer = timer
             self._run(schedule, 2 * degree)
             measure_hops(stages, stages[0].example_of_exchanges(), timer)
-            return average_costs(timer, len(stages) * degree, 1 / len(stages))
+            return average_costs(timer, range(len(stages) * degree), 1 / len(stages))
 
     def may_use_parts(self, num_microbatches: int) -> bool:
         """Returns whether Helix can run, and holds as little as the configuration demands."""
@@ -150,7 +150,7 @@ class Trial:
         schedule.timer = timer = PassTimer(self.device)
         self._run(schedule, num_microbatches)
         measure_hops(stages, schedule.example_of_exchanges(), timer)
-        measured = average_costs(timer, len(assumed.stages), 0.0)
+        measured = average_costs(timer, range(len(assumed.stages)), 0.0)
         parts = (
             replace(stage, activation=a.activation, shared=a.shared)
             for stage, a in zip(measured.stages, assumed.stages, strict=True)

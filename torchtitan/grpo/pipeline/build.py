@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.decoder import hold_output_embedding, is_tied
@@ -25,9 +26,10 @@ from torchtitan.grpo.pipeline.lean_stage import (
     LeanStage,
     num_early_blocks,
 )
-from torchtitan.grpo.pipeline.stages import schedule_of, stage_modules, stage_ranks
-from torchtitan.grpo.pipeline.table_schedule import TableSchedule
-from torchtitan.grpo.pipeline.tables.actions import Costs
+from torchtitan.grpo.pipeline.stages import schedule_of, stage_modules, stage_ranks, trains_together
+from torchtitan.grpo.pipeline.table_schedule import TableSchedule, second_offset
+from torchtitan.grpo.pipeline.tables.actions import Costs, Table
+from torchtitan.grpo.pipeline.tables.fused import opposite
 from torchtitan.grpo.pipeline.tables.helix import helix
 from torchtitan.grpo.pipeline.tables.rules import forward_only
 from torchtitan.grpo.system.logs import logger
@@ -38,16 +40,39 @@ from torchtitan.grpo.upstream.parallelism import ParallelDims, pipeline_module_s
 _PLACED_LIKE = {"loop": "Interleaved1F1B", "v": "ZBVZeroBubble"}
 
 
+class _Opposite:
+    """A pipeline's mesh in which the first rank is the last one."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._mesh = mesh
+        self.size, self.get_group = mesh.size, mesh.get_group
+
+    def get_local_rank(self) -> int:
+        return self.size() - 1 - self._mesh.get_local_rank()
+
+
 def split_model(
-    model: nn.Module, dims: ParallelDims, config: JobConfig, device: torch.device
+    model: nn.Module,
+    dims: ParallelDims,
+    config: JobConfig,
+    device: torch.device,
+    *,
+    is_second: bool = False,
 ) -> tuple[list[LeanStage], list[nn.Module]]:
-    """Returns this rank's stages of a model on the meta device, parallelized, and their modules."""
+    """Returns this rank's stages of a model on the meta device, parallelized, and their modules.
+
+    The stages of a model that ``is_second`` can be trained in the pass of another one.
+    """
     num_layers = len(model.layers)  # pyright: ignore[reportArgumentType]
     if schedule_of(config.parallelism).divides_layers:
         return _split_layers(model, dims, config, device)
     modules = stage_modules(config.parallelism, num_layers)
     placed_like = _PLACED_LIKE[schedule_of(config.parallelism).placement]
-    stages, parts = pipeline_module_split(model, dims.get_mesh("pp"), placed_like, device, modules)
+    mesh: Any = dims.get_mesh("pp")
+    if is_second and schedule_of(config.parallelism).turns_second:
+        mesh = _Opposite(mesh)
+    stages, parts = pipeline_module_split(model, mesh, placed_like, device, modules)
+    offset = second_offset(len(modules)) if is_second else 0
     store, early_blocks = _store_of(config), num_early_blocks(config)
     backend = None
     if store is not None and compiles_model(config):
@@ -63,7 +88,10 @@ def split_model(
                 defer_linears(part, store)
             defer_experts(part, store)
         stage.submod = parallelize(part, dims, config, backend)
-        built.append(LeanStage.like(stage) if store is None else DeferredStage(stage, store))
+        if store is None:
+            built.append(LeanStage.like(stage, offset))
+        else:
+            built.append(DeferredStage(stage, store, offset))
         if early_blocks != 0:
             built[-1].early = EarlyRecompute(stage.submod, early_blocks)
     return built, parts
@@ -95,7 +123,9 @@ def _store_of(config: JobConfig) -> WeightGradients | None:
     if not schedule_of(config.parallelism).is_zero_bubble:
         return None
     bound = config.grpo.max_pending_weight_grads_gib
-    return WeightGradients(None if bound < 0 else int(bound * 2**30))
+    # One pass of two models has gradients of both pending.
+    bound *= 2**30 / (1 + trains_together(config))
+    return WeightGradients(None if bound < 0 else int(bound))
 
 
 def build_schedule(
@@ -120,9 +150,13 @@ def build_schedule(
         f"The pipeline has {degree * len(stages)} stages on {degree} ranks and the "
         f"{'zero-bubble ' if row.is_zero_bubble else ''}schedule {row.name}."
     )
-    schedule = TableSchedule(
-        stages, lambda count: row.make_table(degree, count, costs), costs, loss
-    )
+    is_opposite = _is_opposite(config, stages)
+
+    def make_table(num_microbatches: int) -> Table:
+        table = row.make_table(degree, num_microbatches, costs)
+        return opposite(table) if is_opposite else table
+
+    schedule = TableSchedule(stages, make_table, costs, loss)
     if config.grpo.pipeline_offload != 0:
         schedule.offload(config.grpo.pipeline_offload)
     return schedule
@@ -154,9 +188,15 @@ def build_forward_schedule(
 ) -> TableSchedule | HelixSchedule:
     if schedule_of(config.parallelism).divides_layers:
         return helix_schedule(config, [LeanStage.like(stage) for stage in stages], None)
-    ranks = tuple(stage_ranks(config.parallelism, stages[0].num_stages))
+    num_stages = stages[0].num_stages - stages[0].offset
+    table = forward_only(tuple(stage_ranks(config.parallelism, num_stages)), 1)
+    ranks = (opposite(table) if _is_opposite(config, stages) else table).ranks
     return TableSchedule(
         [LeanStage.like(stage) for stage in stages],
         lambda count: forward_only(ranks, count),
         assumed_costs(config, len(stages)),
     )
+
+
+def _is_opposite(config: JobConfig, stages: list[LeanStage]) -> bool:
+    return stages[0].offset > 0 and schedule_of(config.parallelism).turns_second

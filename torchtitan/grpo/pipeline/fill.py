@@ -173,7 +173,7 @@ class GapFiller:
         self._ready = list(jobs)
         self._warm: set[FillJob] = set()
         self._num_passes = 0
-        self._costs: Costs | None = None
+        self._costs: dict[int, Costs] = {}
         self._gaps: dict[int, list[Gap]] = {}
         self._simulated: set[int] = set()
         self._running: Iterator[Gap] | None = None
@@ -209,12 +209,13 @@ class GapFiller:
                 if time.perf_counter() - began > _LONGEST_TRIES_SECONDS:
                     break
         self._running = None
-        if self._costs is not None and not self.measures:
-            self._running = iter(self._planned(table, rank, self._costs))
+        costs = self._costs.get(table.num_stages)
+        if costs is not None and not self.measures:
+            self._running = iter(self._planned(table, rank, costs))
 
     def learn(self, costs: Costs) -> None:
-        """Takes the costs of a timed pass."""
-        self._costs = costs
+        """Takes the costs of a timed pass, which may have trained one model or two."""
+        self._costs[len(costs.stages)] = costs
         self._simulated.clear()
 
     def fill(self) -> None:

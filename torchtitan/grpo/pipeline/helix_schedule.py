@@ -104,6 +104,11 @@ class HelixSchedule:
         self._plan = plan
         self._held: dict[tuple[int, int], Held] = {}
 
+    @property
+    def rank_of_output(self) -> int:
+        first = self.stages[0]
+        return (first.num_stages - 1) % first.group_size
+
     def run(
         self,
         inputs: Sequence[tuple[Any, ...]],
@@ -112,9 +117,10 @@ class HelixSchedule:
         *,
         returns_outputs: bool = False,
         waiting: Sequence[Any] = (),
+        beside: Any = None,
     ) -> list[torch.Tensor]:
         """Runs microbatches as :meth:`TableSchedule.run` does; collective over the pipeline."""
-        assert not waiting, "HelixPipe's tables have no gaps for other rows"
+        assert not waiting and beside is None, "HelixPipe's tables have no gaps for other rows"
         self._table, actions = self._plan(len(named_inputs))
         self._inputs, self._named, self._targets = inputs, named_inputs, targets
         self._masks: dict[int, Any] = {}

@@ -111,12 +111,24 @@ OUTPUTS = "_forward_chunk_states" if TORCH_ALLOCATES else "fwd_cache"
 
 
 class LeanStage(PipelineStage):
-    """Allocates a buffer when it receives, and frees a tensor when it has been sent."""
+    """Allocates a buffer when it receives, and frees a tensor when it has been sent.
+
+    ``offset`` is the number of the model's first stage: models that run in one pass differ in it.
+    """
 
     surrounding: Callable[[], AbstractContextManager[None]]
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(
+        self,
+        submodule: nn.Module,
+        stage_index: int,
+        num_stages: int,
+        *args: Any,
+        offset: int = 0,
+        **kwargs: Any,
+    ) -> None:
+        self.offset = offset
+        super().__init__(submodule, stage_index + offset, num_stages + offset, *args, **kwargs)
         self.surrounding = nullcontext
         self._leaving: list[dist.Work] = []
         self._arriving: dict[int, list[dist.Work]] = {}
@@ -126,12 +138,16 @@ class LeanStage(PipelineStage):
         self.offload: OffloadPlan | None = None
         self.filler: GapFiller | None = None
 
+    @property
+    def is_first(self) -> bool:
+        return self.stage_index == self.offset
+
     @classmethod
-    def like(cls, stage: PipelineStage) -> "LeanStage":
+    def like(cls, stage: PipelineStage, offset: int = 0) -> "LeanStage":
         """Returns a new stage with the same module, because two schedules cannot share a stage."""
-        return cls(
-            stage.submod, stage.stage_index, stage.num_stages, stage.device, group=stage.group
-        )
+        group, before = stage.group, stage.offset if isinstance(stage, LeanStage) else 0
+        index, count = stage.stage_index - before, stage.num_stages - before
+        return cls(stage.submod, index, count, stage.device, group=group, offset=before + offset)
 
     def receive_on_demand(self, num_microbatches: int) -> None:
         """Drops the buffers that torch's initialization allocated for one microbatch."""
@@ -321,7 +337,7 @@ SUMS_IN_GRAD = hasattr(FSDPParam, "unsharded_grad_dtype")
 class DeferredStage(LeanStage):
     """Defers weight gradients of microbatches, but not those of torch's passes that infer shapes."""
 
-    def __init__(self, stage: PipelineStage, store: WeightGradients) -> None:
+    def __init__(self, stage: PipelineStage, store: WeightGradients, offset: int = 0) -> None:
         super().__init__(
             stage.submod,
             stage.stage_index,
@@ -329,6 +345,7 @@ class DeferredStage(LeanStage):
             stage.device,
             group=stage.group,
             dw_builder=lambda: self._weight_gradients_of(self._microbatch),
+            offset=offset,
         )
         self.store = store
         self._microbatch = -1

@@ -58,16 +58,22 @@ class GapNumbers:
 
 
 def lower(
-    table: Table, simulation: Simulation, gaps: Sequence[GapNumbers] = ()
+    table: Table,
+    simulation: Simulation,
+    gaps: Sequence[GapNumbers] = (),
+    offsets: Sequence[int] = (0,),
 ) -> dict[int, list[_Action]]:
     """Returns each rank's actions, with exchanges of tensors and with FSDP's collectives.
 
     ``gaps`` has an entry for each microbatch in a gap; they are numbered after the others.
+    ``offsets`` are the numbers of the first stages of the models that are trained.
     """
 
     def numbered(action: Action, kind: _ComputationType) -> _Action:
         stage, microbatch = action.stage, action.microbatch
-        if action.kind == "G":
+        if action.kind != "G":
+            stage = table.number(stage, offsets)
+        else:
             stage += gaps[microbatch].offset
             microbatch += table.num_microbatches
         return _Action(stage, kind, microbatch)
@@ -80,7 +86,7 @@ def lower(
     lowered = {}
     for rank, actions in enumerate(table.actions):
         passes = {numbered(action, _KINDS[action.kind]): action for action in actions}
-        gathered = _with_gathers(passes, gaps)
+        gathered = _with_gathers(passes, gaps, keeps_all=len(table.first_stages) > 1)
         reduced = _add_reduce_grad(gathered, table.num_microbatches)
         lowered[rank] = _with_exchanges(reduced, passes, queues[rank], simulation)
     return lowered
@@ -106,7 +112,7 @@ def exchanges(table: Table, simulation: Simulation) -> list[tuple[float, Action,
     """Returns ready time, sender and receiver of tensors, in the order of all ranks' queues."""
     found = []
     for receiver in simulation.ends:
-        for alternatives in receiver.after(table.num_stages):
+        for alternatives in receiver.after(table):
             sender = next(a for a in alternatives if a in simulation.ends)
             if table.rank(sender) != table.rank(receiver):
                 found.append((simulation.ends[sender], sender, receiver))
@@ -114,7 +120,7 @@ def exchanges(table: Table, simulation: Simulation) -> list[tuple[float, Action,
 
 
 def _with_gathers(
-    passes: dict[_Action, Action], gaps: Sequence[GapNumbers]
+    passes: dict[_Action, Action], gaps: Sequence[GapNumbers], *, keeps_all: bool
 ) -> list[_Action | None]:
     def holder(number: _Action, action: Action) -> int:
         is_shared = action.kind == "G" and gaps[action.microbatch].shares_weights
@@ -127,7 +133,7 @@ def _with_gathers(
     ]
     gathered = (
         _add_unshard_reshard(cast(list[_Action | None], of_holders), len(set(holders)))
-        if gaps
+        if gaps or keeps_all
         else _add_unshard_reshard(cast(list[_Action | None], of_holders))
     )
     remaining = iter(passes)

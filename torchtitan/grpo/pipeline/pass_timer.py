@@ -7,7 +7,7 @@ import itertools
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -71,9 +71,12 @@ class PassTimer:
 
 
 def average_costs(
-    timer: PassTimer, num_stages: int, memory: float, group: dist.ProcessGroup | None = None
+    timer: PassTimer,
+    stages: Iterable[int],
+    memory: float,
+    group: dist.ProcessGroup | None = None,
 ) -> Costs:
-    """Collective averages of each stage's times, and of a hop's, over a group; all ranks if None.
+    """Collective averages of the stages' times, and of a hop's, over a group; all ranks if None.
 
     FSDP's collectives connect the pipelines: all ranks must get the same costs. ``memory`` is that
     of a microbatch's activations in one stage.
@@ -96,6 +99,6 @@ def average_costs(
             activation=memory, pending=memory, recompute=recompute,
         )  # fmt: skip
 
-    stages = tuple(costs(stage) for stage in range(num_stages))
+    averages = tuple(costs(stage) for stage in stages)
     trips = [seconds for (_, part), times in found.items() if part == "H" for seconds in times]
-    return Costs(stages, hop=statistics.fmean(trips or [0.0]) / 2)
+    return Costs(averages, hop=statistics.fmean(trips or [0.0]) / 2)

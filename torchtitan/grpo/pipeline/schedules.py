@@ -72,6 +72,15 @@ class Schedule:
         """True if a stage is a part of a layer, and not one or more layers."""
         return self.placement == "helix"
 
+    @property
+    def turns_second(self) -> bool:
+        """True if the stages of a second trained model go from the last rank to the first.
+
+        Its first passes are then on the ranks that wait for the other model's. Where backward passes
+        are split, little waiting is left, and tables are as short with both in one direction.
+        """
+        return not (self.is_zero_bubble or self.divides_layers)
+
     def allows_stages(self, total_stages: int, num_ranks: int) -> bool:
         if self.divides_layers:
             return total_stages % 2 == 1 and total_stages // 2 + 1 >= num_ranks

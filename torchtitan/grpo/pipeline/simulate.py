@@ -104,7 +104,7 @@ def _shared_memory(table: Table, costs: Costs) -> Callable[[Action], float]:
 def ready_time(action: Action, table: Table, ends: dict[Action, float], hop: float) -> float | None:
     """Returns the time at which an action's inputs have arrived; None if it is not known yet."""
     ready = 0.0
-    for alternatives in action.after(table.num_stages):
+    for alternatives in action.after(table):
         end = next((ends[other] for other in alternatives if other in ends), None)
         if end is None:
             return None
@@ -149,7 +149,8 @@ def check_complete(table: Table) -> None:
             listed.add(action)
     for stage in range(table.num_stages):
         needed = [Action(stage, "F", microbatch) for microbatch in range(table.num_microbatches)]
-        needed += [Action(stage, "G", number) for number in range(table.num_gap_microbatches)]
+        if stage in table.gap_stages:
+            needed += [Action(stage, "G", number) for number in range(table.num_gap_microbatches)]
         for action in needed:
             if action not in listed:
                 rank = table.rank(action)
@@ -173,7 +174,7 @@ def _check_finished(table: Table, positions: list[int], ends: dict[Action, float
             action = actions[positions[rank]]
             missing = next(
                 alternatives
-                for alternatives in action.after(table.num_stages)
+                for alternatives in action.after(table)
                 if not any(other in ends for other in alternatives)
             )
             holder = table.rank(missing[0])

@@ -6,6 +6,7 @@
 import math
 from collections.abc import Callable
 
+from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.part_names import part_modules
 from torchtitan.grpo.pipeline.schedules import AUTO, SCHEDULES, Schedule, measured_with
 from torchtitan.grpo.pipeline.tables.actions import ranks_of_stages
@@ -129,6 +130,18 @@ def stage_ranks(settings: Parallelism, total_stages: int) -> list[int]:
     if schedule.name == AUTO:
         schedule = measured_with(per_rank)
     return list(ranks_of_stages(degree, per_rank, schedule.placement))
+
+
+def trains_together(config: JobConfig) -> bool:
+    """Returns whether one pass of a pipeline trains both the policy and the critic."""
+    settings, grpo = config.parallelism, config.grpo
+    return (
+        config.has_critic
+        and settings.pipeline_parallel_degree > 1
+        and not schedule_of(settings).divides_layers
+        and grpo.pipeline_fill_gaps
+        and grpo.pipeline_offload == 0  # whose plan knows one model
+    )
 
 
 def rank_of_parameter(settings: Parallelism, num_layers: int) -> Callable[[str], int]:

@@ -1,11 +1,13 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Runs the passes of pipeline stages in the order of a table, and other work in its gaps."""
+"""Runs the passes of pipeline stages in the order of a table, with another model's or other work in
+its gaps.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, cast
 
@@ -19,7 +21,9 @@ from torchtitan.grpo.pipeline.offload import OffloadPlan
 from torchtitan.grpo.pipeline.pass_timer import PassTimer, average_costs
 from torchtitan.grpo.pipeline.simulate import Simulation, simulate
 from torchtitan.grpo.pipeline.tables.actions import Costs, Table
+from torchtitan.grpo.pipeline.tables.fused import fuse
 from torchtitan.grpo.pipeline.tables.gaps import fill_gaps
+from torchtitan.grpo.system.logs import logger
 
 
 class GapStage(LeanStage):
@@ -30,14 +34,8 @@ class GapStage(LeanStage):
     """
 
     def __init__(self, stage: LeanStage, offset: int, trained: LeanStage | None) -> None:
-        self._is_first, self._is_last = stage.is_first, stage.is_last
-        super().__init__(
-            stage.submod,
-            stage.stage_index + offset,
-            stage.num_stages + offset,
-            stage.device,
-            group=stage.group,
-        )
+        index, count = stage.stage_index - stage.offset, stage.num_stages - stage.offset
+        super().__init__(stage.submod, index, count, stage.device, group=stage.group, offset=offset)
         self.surrounding = stage.surrounding
         self.receive_like(stage, offset)
         self.act_send_info = {
@@ -46,14 +44,6 @@ class GapStage(LeanStage):
         }
         self.trained = trained
         self.outputs: dict[int, torch.Tensor] = {}
-
-    @property
-    def is_first(self) -> bool:
-        return self._is_first
-
-    @property
-    def is_last(self) -> bool:
-        return self._is_last
 
     @torch.no_grad()
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
@@ -70,9 +60,9 @@ class GapModel:
 
     @classmethod
     def beside(cls, trained: list[LeanStage], stages: list[LeanStage], number: int) -> "GapModel":
-        """Numbers one more model's stages, which must have run; ``number`` counts earlier models."""
+        """Numbers one more model's stages, which must have run; ``number`` counts gap models."""
         is_trained = stages[0].submod is trained[0].submod
-        numbers = GapNumbers(number * (stages[0].num_stages + 1), is_trained)
+        numbers = GapNumbers((1 + number) * second_offset(stages[0].num_stages), is_trained)
         holders = trained if numbers.shares_weights else [None] * len(stages)
         return cls(
             [
@@ -99,13 +89,18 @@ class GapRows:
     outputs: list[torch.Tensor] = field(default_factory=list)
 
 
+def second_offset(num_stages: int) -> int:
+    """Returns the number of the first stage of a model that is trained in the pass of another one."""
+    return num_stages + 1
+
+
 class TableSchedule(_PipelineScheduleRuntime):
     """Runs tables of this package on torch's runtime, for any number of microbatches.
 
     Torch infers the shapes that stages exchange in the first pass only. No other schedule may
-    use the ``stages`` of this rank. ``costs`` order the exchanges; wrong ones cost only time.
-    ``loss`` is called on the rank of the last stage once per microbatch; None without backward
-    passes.
+    use the ``stages`` of this rank, but one that trains them ``beside`` its own. ``costs`` order the
+    exchanges; wrong ones cost only time. ``loss`` is called on the rank of the last stage once per
+    microbatch; None without backward passes.
     """
 
     def __init__(
@@ -119,6 +114,8 @@ class TableSchedule(_PipelineScheduleRuntime):
         super().__init__(stages, n_microbatches=1, loss_fn=loss, scale_grads=False)  # pyright: ignore
         self.stages = stages
         self._ranks = make_table(1).ranks
+        self._losses: dict[tuple[int, int], torch.Tensor] = {}
+        self._beside: TableSchedule | None = None
         self._gap_models: list[GapModel] = []
         self._number_stages()
         self._offload: OffloadPlan | None = None
@@ -126,8 +123,9 @@ class TableSchedule(_PipelineScheduleRuntime):
         self._num_gap_microbatches: int | None = None
         self._moved_bytes = 0
 
-        self._costs, self._make_table = costs, cache(make_table)
-        self._plans: dict[tuple[int, int], tuple[Table, Simulation]] = {}
+        self._costs, self.make_table = costs, cache(make_table)
+        self._fused_tables: dict[int, Table] = {}
+        self._plans: dict[tuple[int, int, bool], tuple[Table, Simulation]] = {}
         self._lowered: dict[Any, dict[int, list[_Action]]] = {}
 
     def offload(self, share: float) -> None:
@@ -140,6 +138,10 @@ class TableSchedule(_PipelineScheduleRuntime):
         """Runs units of other work where this rank is idle."""
         self.filler = GapFiller(jobs, self.stages[0].device)
         return self.filler
+
+    @property
+    def rank_of_output(self) -> int:
+        return self._ranks[-1]
 
     def add_gap_model(self, stages: list[LeanStage]) -> GapModel:
         """Registers a model for forward passes in gaps, on all ranks in the same order.
@@ -159,16 +161,22 @@ class TableSchedule(_PipelineScheduleRuntime):
         *,
         returns_outputs: bool = False,
         waiting: Sequence[GapRows] = (),
+        beside: "TableSchedule | None" = None,
     ) -> list[torch.Tensor]:
         """Runs microbatches through the pipeline; collective over its ranks.
 
         Each has arguments of the first stage (``inputs``, empty on other ranks), keyword
         arguments of every stage, and a second argument of the loss (``targets``, on the last
-        stage's rank). ``waiting`` is in descending order of urgency. Returns the last stage's
-        outputs on its rank if ``returns_outputs``, and otherwise an empty list.
+        stage's rank). ``waiting`` is in descending order of urgency. ``beside`` trains another model
+        with the same microbatches; both must have run. Returns the last stage's outputs on its rank
+        if ``returns_outputs``, and otherwise an empty list.
         """
         self._n_microbatches = len(named_inputs)
+        self._beside = beside
+        self._losses.clear()
         in_gaps = self._prepare(waiting)
+        for stage in () if beside is None else beside.stages:
+            stage.receive_on_demand(self._n_microbatches)
         for stage in self._stages:
             stage.has_backward = self._has_backward and not isinstance(stage, GapStage)
             stage.clear_runtime_states()
@@ -208,9 +216,9 @@ class TableSchedule(_PipelineScheduleRuntime):
         table, simulation = self._plan(len(waits))
         fitting = waits[: table.num_gap_microbatches]
         gaps = tuple(rows.model.numbers for rows in fitting)
-        key = (self._n_microbatches, len(waits), gaps)
+        key = (self._n_microbatches, len(waits), gaps, self._beside is not None)
         if key not in self._lowered:
-            self._lowered[key] = lower(table, simulation, gaps)
+            self._lowered[key] = lower(table, simulation, gaps, self._offsets)
         self.pipeline_order_with_comms = self._lowered[key]
         for rows in waiting:
             rows.num_done = sum(one is rows for one in fitting)
@@ -218,17 +226,45 @@ class TableSchedule(_PipelineScheduleRuntime):
             self._num_gap_microbatches = (self._num_gap_microbatches or 0) + len(fitting)
         in_gaps = [rows for rows in waiting if rows.num_done]
         gap_stages = [stage for rows in in_gaps for stage in rows.model.stages]
-        self._stages = [*self.stages, *dict.fromkeys(gap_stages)]
+        trained = [stage for stages in self._trained for stage in stages]
+        self._stages = [*trained, *dict.fromkeys(gap_stages)]
         return in_gaps
 
+    @property
+    def _trained(self) -> list[list[LeanStage]]:
+        """This rank's stages of each model that is trained."""
+        return [self.stages] if self._beside is None else [self.stages, self._beside.stages]
+
+    @property
+    def _offsets(self) -> list[int]:
+        return [stages[0].offset for stages in self._trained]
+
     def _plan(self, num_waiting: int) -> tuple[Table, Simulation]:
-        key = (self._n_microbatches, num_waiting)
+        key = (self._n_microbatches, num_waiting, self._beside is not None)
         if key not in self._plans:
-            table = self._make_table(self._n_microbatches)
+            table, costs = self.make_table(self._n_microbatches), self._costs
+            if self._beside is not None:
+                # Both models have equal stages, and only the costs of the own ones may be measured.
+                costs = replace(costs, stages=2 * costs.stages)
+                table = self._fused(table, self._beside, costs)
             if num_waiting:
-                table = fill_gaps(table, self._costs, num_waiting)
-            self._plans[key] = table, simulate(table, self._costs)
+                table = fill_gaps(table, costs, num_waiting)
+            self._plans[key] = table, simulate(table, costs)
         return self._plans[key]
+
+    def _fused(self, table: Table, beside: "TableSchedule", costs: Costs) -> Table:
+        number = self._n_microbatches
+        if number not in self._fused_tables:
+            fused = fuse(table, beside.make_table(number), costs)
+            if not self._fused_tables:
+                two_passes = 2 * simulate(table, costs).makespan
+                logger.info(
+                    f"One pass trains both models. With {number} microbatches, it takes "
+                    f"{simulate(fused, costs).makespan / two_passes:.2f} of the time of two passes, "
+                    "by a simulation."
+                )
+            self._fused_tables[number] = fused
+        return self._fused_tables[number]
 
     @contextmanager
     def _observed(self, table: Table, simulation: Simulation) -> Iterator[None]:
@@ -250,16 +286,18 @@ class TableSchedule(_PipelineScheduleRuntime):
         for observer in observers:
             observer.finish()
         if timer is not None:
-            costs = average_costs(timer, table.num_stages, 1.0, self.stages[0].group)
+            numbers = [table.number(stage, self._offsets) for stage in range(table.num_stages)]
+            costs = average_costs(timer, numbers, 1.0, self.stages[0].group)
             for observer in asking:
                 observer.learn(costs)
 
     def _time(self, timer: PassTimer | None) -> None:
-        for stage in self.stages:
-            stage.timer = timer
+        for stages in self._trained:
+            for stage in stages:
+                stage.timer = timer
 
     def _number_stages(self) -> None:
-        offsets = [0, *(model.numbers.offset for model in self._gap_models)]
+        offsets = [self.stages[0].offset, *(model.numbers.offset for model in self._gap_models)]
         self.stage_index_to_group_rank = {
             offset + stage: rank for offset in offsets for stage, rank in enumerate(self._ranks)
         }
@@ -271,9 +309,19 @@ class TableSchedule(_PipelineScheduleRuntime):
         """Accepts more microbatches than are trained."""
         return arg_mbs, kwarg_mbs
 
-    def _maybe_compute_loss(self, stage: Any, *args: Any, **kwargs: Any) -> None:
-        if not isinstance(stage, GapStage):
-            super()._maybe_compute_loss(stage, *args, **kwargs)
+    def _maybe_compute_loss(
+        self, stage: Any, output: Any, targets: Any, microbatch: int, *_: Any, **__: Any
+    ) -> None:
+        """Computes the loss of the stage's model, of which torch knows only one."""
+        if isinstance(stage, GapStage) or not stage.is_last:
+            return
+        other = self._beside
+        loss = other._loss_fn if other and stage in other.stages else self._loss_fn
+        if loss is not None:
+            self._losses[stage.stage_index, microbatch] = loss(output, targets[microbatch])
+
+    def _maybe_get_loss(self, stage: Any, microbatch: int) -> torch.Tensor | None:
+        return self._losses.pop((stage.stage_index, microbatch), None)
 
     def _assert_unsharded(self, stage: Any) -> None:
         """Checks the stage whose parameters were gathered."""

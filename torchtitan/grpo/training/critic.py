@@ -52,6 +52,7 @@ from torchtitan.grpo.training.model_spec import (
     critic_settings,
     whole_model_runner,
 )
+from torchtitan.grpo.training.ranks import rank_role
 from torchtitan.grpo.training.reference import PartsState
 from torchtitan.grpo.training.runner import ForwardJob, ModelRunner
 from torchtitan.grpo.training.stage_runner import PipelineRunner, StageLoss
@@ -143,20 +144,18 @@ CRITIC_REDUCTIONS: dict[str, Reduction] = {"critic/loss": "loss", "critic/clip_f
 
 
 class CriticLoss:
-    """Computes the critic's loss of one minibatch, microbatch by microbatch, and keeps metrics.
+    """Computes the critic's loss of one minibatch, microbatch by microbatch, and keeps metrics."""
 
-    ``targets`` are None on ranks that do not see the output, and never compute a loss.
-    """
-
-    def __init__(self, targets: ValueTargets | None, clip: float, scale: float = 1.0) -> None:
+    def __init__(
+        self, targets: ValueTargets, clip: float, scale: float = 1.0, *, is_counted: bool = True
+    ) -> None:
         self.targets, self.clip, self.scale = targets, clip, scale
+        self.is_counted = is_counted
         self._metrics: dict[int, dict[str, Metric]] = {}
 
     def __call__(self, output: torch.Tensor, which: slice) -> torch.Tensor:
         """Returns the loss of the rows ``which``, from values [rows, seq, 1]."""
-        targets = self.targets
-        assert targets is not None, "the rank that sees the output has computed the targets"
-        weights = targets.weights[which]
+        targets, weights = self.targets, self.targets.weights[which]
         loss, is_clipped = value_loss(
             output[..., 0], targets.old_values[which], targets.returns[which], weights, self.clip
         )
@@ -167,11 +166,15 @@ class CriticLoss:
         return self.scale * loss
 
     def add_metrics(self, totals: MetricTotals) -> None:
-        totals.add(list(self._metrics.values()), self.scale)
+        if self.is_counted:
+            totals.add(list(self._metrics.values()), self.scale)
 
 
 class Critic:
-    """The model with its optimizer and learning-rate schedule, which join the checkpoints."""
+    """The model with its optimizer and learning-rate schedule, which join the checkpoints.
+
+    ``is_counted`` is that of a :class:`RankRole`, which goes by the critic's last stage.
+    """
 
     def __init__(
         self,
@@ -181,7 +184,10 @@ class Critic:
         schedulers: LRSchedulersContainer,
         clipper: GradientClipper,
         settings: Settings,
+        *,
+        is_counted: bool,
     ) -> None:
+        self.is_counted = is_counted
         self.runner, self.parts, self.optimizers = runner, parts, optimizers
         self.schedulers, self.clipper, self.settings = schedulers, clipper, settings
 
@@ -192,18 +198,9 @@ class Critic:
     def values(self, rows: TrainRows) -> ForwardJob:
         return ForwardJob(self.runner, rows)
 
-    def add_gradient(
-        self,
-        rows: TrainRows,
-        targets: ValueTargets | None,
-        totals: MetricTotals | None,
-        scale: float = 1.0,
-    ) -> None:
-        """Adds the gradient of a minibatch, and its metrics to ``totals`` of a rank that counts."""
-        loss = CriticLoss(targets, self.settings.value_clip, scale)
-        self.runner.forward_backward(rows, loss)
-        if totals is not None:
-            loss.add_metrics(totals)
+    def loss(self, targets: ValueTargets, scale: float = 1.0) -> CriticLoss:
+        clip = self.settings.value_clip
+        return CriticLoss(targets, clip, scale, is_counted=self.is_counted)
 
     def new_metrics(self) -> "CriticMetrics":
         return CriticMetrics(float(self.schedulers.schedulers[0].get_last_lr()[0]))
@@ -265,7 +262,7 @@ def build_critic(trainer: Trainer) -> Critic:
         # Both models run the same code, whose compiled variants Dynamo counts together.
         limit = torch._dynamo.config.recompile_limit
         torch._dynamo.config.recompile_limit = max(limit, _RECOMPILE_LIMIT)
-    stages, parts = build_beside(trainer, lambda: PackedDecoder(args, scoring))
+    stages, parts = build_beside(trainer, lambda: PackedDecoder(args, scoring), is_second=True)
     _load(parts, ValueAdapter(args, settings.path or config.model.hf_assets_path), config)
     if dims.pp_enabled:
         loss = StageLoss()
@@ -277,7 +274,8 @@ def build_critic(trainer: Trainer) -> Critic:
     optimizers = spec.build_optimizers_fn(parts, optimizer, dims)
     schedulers = spec.build_lr_schedulers_fn(optimizers, config.lr_scheduler, config.training.steps)
     clipper = GradientClipper(parts, dims, config.training.max_norm)
-    return Critic(runner, parts, optimizers, schedulers, clipper, settings)
+    is_counted = rank_role(dims, has_output=runner.has_output).is_counted
+    return Critic(runner, parts, optimizers, schedulers, clipper, settings, is_counted=is_counted)
 
 
 def _load(parts: Sequence[nn.Module], adapter: ValueAdapter, config: Any) -> None:

@@ -20,8 +20,8 @@ from torchtitan.grpo.training.gradient_norm import GradientClipper
 from torchtitan.grpo.training.guards import Guards, Verdict
 from torchtitan.grpo.training.model_spec import choose_reference
 from torchtitan.grpo.training.ranks import RankRole
-from torchtitan.grpo.training.runner import ForwardJob, ModelRunner
-from torchtitan.grpo.training.step import Minibatch, MinibatchLoss, ScoredRows, Scorer
+from torchtitan.grpo.training.runner import ForwardJob, ModelRunner, TrainJob
+from torchtitan.grpo.training.step import Minibatch, MinibatchLoss, Scorer
 from torchtitan.grpo.upstream.trainer import OptimizersContainer, Trainer
 
 
@@ -165,9 +165,7 @@ class Learner:
             scale = gradient.scale_of(batch)
             if scale:
                 (minibatch,) = self._score(batch, step, gradient.of_critic)
-                if not self._is_critic_alone(step):
-                    self._add_gradient(minibatch.scored(), gradient.totals, scale)
-                self._add_critic_gradient(minibatch, gradient.of_critic, scale)
+                self._add_gradients(minibatch, step, gradient.totals, gradient.of_critic, scale)
             if batch.part.ends_batch:
                 return self._finish_parts(gradient, step)
             batch = next_part()
@@ -229,32 +227,36 @@ class Learner:
         ref = [minibatch.ref for minibatch in minibatches if minibatch.ref is not None]
         totals, of_critic = self._new_totals(), self._new_critic_metrics()
         self._zero_grad()
-        if not self._is_critic_alone(step):
-            scored = minibatches[index].scored()
-            self._add_gradient(scored, totals, waiting=[*old, *ref])
-            for job in old:
-                job.finish()  # with the current weights
-        self._add_critic_gradient(minibatches[index], of_critic)
+        waiting = [*old, *ref]
+        self._add_gradients(minibatches[index], step, totals, of_critic, waiting=waiting)
+        for job in old:
+            job.finish()  # with the current weights
         return self._apply_gradient(step, learned, totals, of_critic)
 
-    def _add_gradient(
+    def _add_gradients(
         self,
-        minibatch: ScoredRows,
+        minibatch: Minibatch,
+        step: int,
         totals: MetricTotals,
+        of_critic: CriticMetrics | None,
         scale: float = 1.0,
         waiting: Sequence[ForwardJob] = (),
     ) -> None:
-        loss = MinibatchLoss(minibatch, self.scorer.config, scale, self.scorer.teacher)
-        self.scorer.policy.forward_backward(minibatch.rows, loss, waiting)
-        if self.scorer.is_counted:
-            loss.add_metrics(totals)
-
-    def _add_critic_gradient(
-        self, minibatch: Minibatch, metrics: CriticMetrics | None, scale: float = 1.0
-    ) -> None:
-        if self.critic is not None and metrics is not None:
-            totals = metrics.totals if self.scorer.is_counted else None
-            self.critic.add_gradient(minibatch.rows, minibatch.values, totals, scale)
+        """Adds the gradients of the policy and of a critic, or of a critic that learns alone."""
+        scorer, rows = self.scorer, minibatch.rows
+        value_loss, beside = None, None
+        if self.critic is not None and minibatch.values is not None:
+            value_loss = self.critic.loss(minibatch.values, scale)
+            beside = TrainJob(self.critic.runner, value_loss)
+        if beside is not None and self._is_critic_alone(step):
+            beside.runner.forward_backward(rows, beside.loss)
+        else:
+            loss = MinibatchLoss(minibatch.scored(), scorer.config, scale, scorer.teacher)
+            scorer.policy.forward_backward(rows, loss, waiting, beside)
+            if scorer.is_counted:
+                loss.add_metrics(totals)
+        if value_loss is not None and of_critic is not None:
+            value_loss.add_metrics(of_critic.totals)
 
     def _apply_gradient(
         self,

@@ -25,7 +25,7 @@ from typing import Any
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.collect import module_of
 from torchtitan.grpo.models.parallelize import Kept, keeps_parameters
-from torchtitan.grpo.pipeline.stages import rank_of_parameter, schedule_of
+from torchtitan.grpo.pipeline.stages import rank_of_parameter, schedule_of, trains_together
 from torchtitan.grpo.system.dtypes import TORCH_DTYPE_MAP
 from torchtitan.grpo.weight_wire.adapter_names import is_adapter
 
@@ -210,7 +210,7 @@ def estimate_memory(
 ) -> TrainingMemory:
     """Takes shapes by native name, adapters included, and upstream's arguments of the model."""
     layout = _Layout(config, num_ranks)
-    stage = _largest_stage(config, shapes)
+    stage, critic_stage = _largest_stages(config, shapes)
     whole = sum(layout.whole(name, stage[name]) for name in stage)
     shards = sum(layout.shard(name, stage[name]) for name in stage)
     trains = {name: s for name, s in stage.items() if not config.lora.rank or is_adapter(name)}
@@ -225,7 +225,7 @@ def estimate_memory(
     groups = [_largest_group(layout, stage)] * 2  # one is prefetched
     others = has_reference + config.has_critic  # models that are gathered beside the policy
     forward_only = others * whole * computed if layout.shards > 1 else 0
-    of_critic = _critic_shards(layout, stage) if config.has_critic else {}
+    of_critic = _critic_shards(layout, critic_stage) if config.has_critic else {}
     return TrainingMemory(
         parameters=trained * stored + (shards - trained) * base,
         gradients=trained * stored,
@@ -235,7 +235,7 @@ def estimate_memory(
         * stored,
         reference=shards * stored * stays,
         whole_parameters=(whole * computed + forward_only) * is_wrapped,
-        whole_gradients=trained_whole * _FP32 * is_wrapped,
+        whole_gradients=trained_whole * (1 + trains_together(config)) * _FP32 * is_wrapped,
         working=sum(groups) * (2 * computed + _FP32)
         + _head_bytes(config, shapes, layout)
         + _mask_bytes(config, computed),
@@ -301,18 +301,25 @@ def _num_states(config: JobConfig, name: str) -> int:
     return 1 if config.optimizer.name == "Muon" and is_matrix else 2
 
 
-def _largest_stage(
+def _largest_stages(
     config: JobConfig, shapes: Mapping[str, tuple[int, ...]]
-) -> dict[str, tuple[int, ...]]:
+) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
+    """Returns what the pipeline's fullest rank holds of the policy, and of a critic."""
     settings = config.parallelism
     if settings.pipeline_parallel_degree == 1:
-        return dict(shapes)
+        return dict(shapes), dict(shapes)
     num_layers = len({module_of(name) for name in shapes if name.startswith("layers.")})
     rank_of = rank_of_parameter(settings, num_layers)
     found: list[dict[str, tuple[int, ...]]] = [{} for _ in range(settings.pipeline_parallel_degree)]
     for name, shape in shapes.items():
         found[rank_of(name)][name] = shape
-    return max(found, key=lambda own: sum(math.prod(shape) for shape in own.values()))
+    of_critics = found[::-1] if schedule_of(settings).turns_second else found
+
+    def size(stages: tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]) -> int:
+        counted = stages if config.has_critic else stages[:1]
+        return sum(math.prod(shape) for stage in counted for shape in stage.values())
+
+    return max(zip(found, of_critics, strict=True), key=size)
 
 
 def _largest_group(layout: _Layout, stage: Mapping[str, tuple[int, ...]]) -> int:
@@ -345,8 +352,10 @@ def _per_token(
         num_layers = sum(name.endswith(".attention_norm.weight") for name in stage)
         num_layers *= 2 * config.parallelism.pipeline_parallel_degree
     elif config.parallelism.pipeline_parallel_degree > 1:
-        # 1F1B holds as many microbatches on its first rank as there are ranks.
-        num_layers *= config.parallelism.pipeline_parallel_degree * config.grpo.pipeline_memory
+        # 1F1B holds as many microbatches on its first rank as there are ranks, and one more with a
+        # critic (`tables/fused.py`).
+        held = config.parallelism.pipeline_parallel_degree * config.grpo.pipeline_memory
+        num_layers *= held + trains_together(config)
     computed = _itemsize(config.training.mixed_precision_param)
     # Beside the blocks: the embedding, the last norm, and scored hidden states with their gradient;
     # and in one block at a time, what is recomputed, and the gradients of its feed-forward.

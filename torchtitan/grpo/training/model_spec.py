@@ -167,16 +167,19 @@ def build_reference(trainer: Trainer) -> Reference:
 
 
 def build_beside(
-    trainer: Trainer, make: Callable[[], nn.Module]
+    trainer: Trainer, make: Callable[[], nn.Module], *, is_second: bool = False
 ) -> tuple[list[LeanStage], list[nn.Module]]:
-    """Builds a model in the policy's layout, with random weights: its stages, if any, and parts."""
+    """Builds a model in the policy's layout, with random weights: its stages, if any, and parts.
+
+    ``is_second`` is that of :func:`split_model`.
+    """
     config: Any = trainer.job_config
     dims = trainer.parallel_dims
     with torch.device("meta"), utils.set_default_dtype(TORCH_DTYPE_MAP[config.training.dtype]):
         whole = make()
     stages: list[LeanStage] = []
     if dims.pp_enabled:
-        stages, parts = split_model(whole, dims, config, trainer.device)
+        stages, parts = split_model(whole, dims, config, trainer.device, is_second=is_second)
     else:
         parts = [parallelize(whole, dims, config)]
     for part in parts:

@@ -31,6 +31,9 @@ class BaseReference(ForwardRunner):
         with adapters_off(self._parts):
             return self._runner.forward(rows)
 
+    def to_all(self, output: torch.Tensor | None, rows: TrainRows) -> torch.Tensor:
+        return self._runner.to_all(output, rows)
+
     def follow(self, policy_parts: Sequence[nn.Module]) -> None:
         pass
 
@@ -73,6 +76,9 @@ class Reference(ForwardRunner):
         output = self.runner.forward(rows)
         self._move(self.home)
         return output
+
+    def to_all(self, output: torch.Tensor | None, rows: TrainRows) -> torch.Tensor:
+        return self.runner.to_all(output, rows)
 
     @torch.no_grad()
     def follow(self, policy_parts: Sequence[nn.Module]) -> None:

@@ -9,6 +9,7 @@ Tensor, context and data parallelism are inside the model. Only pipelines need a
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -43,6 +44,13 @@ class ForwardRunner(ABC):
 
         They are 0 where ``rows.scored`` is False. None on ranks that do not see the output.
         """
+
+    def to_all(self, output: torch.Tensor | None, rows: TrainRows) -> torch.Tensor:
+        """Returns an output [rows, seq] float32 on all ranks that train the rows, from those that
+        see it. Collective.
+        """
+        assert output is not None, "a model without stages is seen by every rank"
+        return output
 
 
 class ForwardJob:
@@ -82,19 +90,32 @@ class ForwardJob:
         self.finish()
         return torch.cat(self._outputs)[..., 0] if self.runner.has_output else None
 
-    def values(self) -> torch.Tensor | None:
-        """Returns those of a critic, which stand where a policy's logprobs do."""
-        return self.logprobs()
+    def on_all_ranks(self) -> torch.Tensor:
+        """Returns logprobs, or the values of a critic, on every rank that trains the rows. Collective."""
+        return self.runner.to_all(self.logprobs(), self._rows)
+
+
+@dataclass(frozen=True)
+class TrainJob:
+    """A forward and backward pass of a model, with its loss, over the same rows as another one."""
+
+    runner: "ModelRunner"
+    loss: LossFunction
 
 
 class ModelRunner(ForwardRunner):
     @abstractmethod
     def forward_backward(
-        self, rows: TrainRows, loss: LossFunction, waiting: Sequence[ForwardJob] = ()
+        self,
+        rows: TrainRows,
+        loss: LossFunction,
+        waiting: Sequence[ForwardJob] = (),
+        beside: TrainJob | None = None,
     ) -> None:
-        """Adds the gradients of the rows' loss to those of the parameters.
+        """Adds the gradients of the rows' loss to those of the parameters, and does the job ``beside``.
 
-        Pipelines run ``waiting`` passes of other rows in idle time, the most urgent ones first.
+        Pipelines train both models in one pass, and run ``waiting`` passes of other rows in idle
+        time, the most urgent ones first.
         """
 
     def begin_step(self, step: int) -> None:
@@ -130,7 +151,11 @@ class WholeModelRunner(ModelRunner):
         return torch.cat(outputs)
 
     def forward_backward(
-        self, rows: TrainRows, loss: LossFunction, waiting: Sequence[ForwardJob] = ()
+        self,
+        rows: TrainRows,
+        loss: LossFunction,
+        waiting: Sequence[ForwardJob] = (),
+        beside: TrainJob | None = None,
     ) -> None:
         begin = 0
         for part in rows.microbatches(self.rows_at_once):
@@ -141,6 +166,8 @@ class WholeModelRunner(ModelRunner):
             part_loss.backward()
             begin = end
         self._between.forget_parameters()
+        if beside is not None:
+            beside.runner.forward_backward(rows, beside.loss)
 
 
 def model_inputs(rows: TrainRows, *, trains: bool = False) -> dict[str, Any]:

@@ -5,8 +5,10 @@
 
 from collections.abc import Sequence
 from dataclasses import astuple
+from typing import Any, TypeGuard
 
 import torch
+import torch.distributed as dist
 
 from torchtitan.grpo.data.feed import Feed
 from torchtitan.grpo.data.rows import TrainRows
@@ -15,12 +17,14 @@ from torchtitan.grpo.pipeline.build import build_forward_schedule
 from torchtitan.grpo.pipeline.fill import FillJob, GapFiller
 from torchtitan.grpo.pipeline.helix_schedule import HelixSchedule
 from torchtitan.grpo.pipeline.lean_stage import DeferredStage, LeanStage
+from torchtitan.grpo.pipeline.stages import trains_together
 from torchtitan.grpo.pipeline.table_schedule import GapModel, GapRows, TableSchedule
 from torchtitan.grpo.training.runner import (
     ForwardJob,
     ForwardRunner,
     LossFunction,
     ModelRunner,
+    TrainJob,
     model_inputs,
 )
 
@@ -60,6 +64,13 @@ class PipelineForwardRunner(ForwardRunner):
         )
         return torch.cat(outputs) if self.has_output else None
 
+    def to_all(self, output: torch.Tensor | None, rows: TrainRows) -> torch.Tensor:
+        if output is None:
+            output = torch.empty(rows.tokens.shape, device=rows.tokens.device)
+        output, group = output.contiguous(), self.schedule.stages[0].group
+        dist.broadcast(output, group=group, group_src=self.schedule.rank_of_output)
+        return output
+
     def inputs_of(self, parts: list[TrainRows]) -> list[tuple[torch.Tensor, ...]]:
         return [(part.tokens,) if self.has_input else () for part in parts]
 
@@ -71,6 +82,7 @@ class PipelineRunner(ModelRunner):
         self, schedule: TableSchedule | HelixSchedule, stage_loss: StageLoss, config: JobConfig
     ) -> None:
         self.schedule, self.stage_loss = schedule, stage_loss
+        self._trains_together = trains_together(config)
         self.forwards = PipelineForwardRunner(schedule.stages, config)
         self.has_output, self.stages = self.forwards.has_output, self.forwards.stages
         self._gap_models: dict[LeanStage, GapModel] = {}
@@ -80,27 +92,62 @@ class PipelineRunner(ModelRunner):
     def forward(self, rows: TrainRows) -> torch.Tensor | None:
         return self.forwards.forward(rows)
 
+    def to_all(self, output: torch.Tensor | None, rows: TrainRows) -> torch.Tensor:
+        return self.forwards.to_all(output, rows)
+
     def forward_backward(
-        self, rows: TrainRows, loss: LossFunction, waiting: Sequence[ForwardJob] = ()
+        self,
+        rows: TrainRows,
+        loss: LossFunction,
+        waiting: Sequence[ForwardJob] = (),
+        beside: TrainJob | None = None,
     ) -> None:
+        other: PipelineRunner | None = None
+        if beside is not None and self._can_train(beside.runner):
+            other = beside.runner
+            other.stage_loss.loss = beside.loss
         self.stage_loss.loss = loss
+        self._run(rows, waiting, other)
+        self._finish()
+        if other is not None:
+            other._finish()
+        elif beside is not None:
+            beside.runner.forward_backward(rows, beside.loss)
+
+    def _run(
+        self, rows: TrainRows, waiting: Sequence[ForwardJob], other: "PipelineRunner | None"
+    ) -> None:
+        """Trains this runner's model and that of ``other`` in one pass."""
+        runners = [self] if other is None else [self, other]
         parts = rows.microbatches(self.forwards.microbatch_rows)
         # On the CPU, because the loss reads the values: reading a device would block.
         numbers = torch.arange(rows.num_rows).split(self.forwards.microbatch_rows)
         jobs = [job for job in waiting if not job.is_done and _has_run(job)]
         in_gaps = [self._gap_rows(job) for job in jobs]
+        has_input = any(runner.forwards.has_input for runner in runners)
+        beside: Any = None if other is None else other.schedule
         self.schedule.run(
-            self.forwards.inputs_of(parts),
+            [(part.tokens,) if has_input else () for part in parts],
             [model_inputs(part, trains=True) for part in parts],
-            numbers if self.has_output else None,
+            numbers if any(runner.has_output for runner in runners) else None,
             waiting=in_gaps,
+            beside=beside,
         )
         for job, gap_rows in zip(jobs, in_gaps, strict=True):
             job.add(gap_rows.num_done * self.forwards.microbatch_rows, gap_rows.outputs)
+
+    def _finish(self) -> None:
+        self.stage_loss.loss = None
         for stage in self.schedule.stages:
             if isinstance(stage, DeferredStage):
                 stage.store.check_empty()
-        self.stage_loss.loss = None
+
+    def _can_train(self, other: ModelRunner) -> "TypeGuard[PipelineRunner]":
+        """Returns whether one pass can train another model, too. It cannot infer shapes."""
+        if not (self._trains_together and isinstance(other, PipelineRunner)):
+            return False
+        stages = (*self.schedule.stages, *other.schedule.stages)
+        return all(stage.knows_shapes for stage in stages)
 
     def fill(self, jobs: Sequence[FillJob]) -> None:
         """Runs units of other work where this rank is idle."""

@@ -64,7 +64,7 @@ class Minibatch:
 
     ``old`` is that of the policy before the batch's first optimizer step, which must wait for it;
     None if that is the current policy. ``ref`` is None without a reference. ``values`` is what a
-    critic learns; None without one, or if this rank does not see its output.
+    critic learns; None without one.
     """
 
     rows: TrainRows
@@ -195,7 +195,7 @@ class Scorer:
         ref = [self._job(self.reference if needs_ref else None, rows) for rows in minibatches]
         needs_old = not is_critic_alone and scores_old_policy(self.config)
         old = [self._job(self.policy if needs_old else None, rows) for rows in minibatches]
-        targets: list[ValueTargets | None] = [None] * len(minibatches)
+        targets: Sequence[ValueTargets | None] = [None] * len(minibatches)
         if self.critic is not None:
             assert of_critic is not None, "a critic's metrics are asked for"
             minibatches, targets = self._valued(
@@ -231,19 +231,16 @@ class Scorer:
         ref: Sequence[ForwardJob | None],
         samples: SampleTable,
         metrics: CriticMetrics,
-    ) -> tuple[list[TrainRows], list[ValueTargets | None]]:
+    ) -> tuple[list[TrainRows], list[ValueTargets]]:
         """Fills in the advantages of a critic's values, with what the critic learns from them."""
+        # The critic's last stage may be on another rank than the policy's: both need the estimates.
         rewards, found = torch.from_numpy(samples.rewards), []
         for rows, job in zip(minibatches, ref, strict=True):
-            values = critic.values(rows).values()
-            of_ref = _logprobs(job) if self._penalizes_rewards else None
-            if values is not None:
-                settings = critic.settings
-                found.append(estimate(rows, values, rewards, of_ref, settings, self.config))
+            values = critic.values(rows).on_all_ranks()
+            of_ref = job.on_all_ranks() if self._penalizes_rewards and job is not None else None
+            found.append(estimate(rows, values, rewards, of_ref, critic.settings, self.config))
         totals = torch.from_numpy(self._sum(NUM_MOMENTS, (each.moments for each in found)))
         metrics.moments.add_(totals)
-        if not found:  # another rank sees the output
-            return minibatches, [None] * len(minibatches)
         whitening = totals if critic.settings.whiten else None
         pairs = list(zip(found, minibatches, strict=True))
         valued = [each.advantages_on_tokens(rows, whitening) for each, rows in pairs]

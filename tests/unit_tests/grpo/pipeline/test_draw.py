@@ -34,6 +34,16 @@ def test_the_command_compares_all_schedules(capsys, tmp_path):
     assert (tmp_path / "all.png").stat().st_size > 10_000
 
 
+def test_the_command_draws_the_critic_in_the_same_pass(capsys):
+    settings = ["--parallelism.pipeline_parallel_degree", "2", "--microbatches", "2"]
+    settings += ["--parallelism.pipeline_parallel_schedule", "1F1B", "--times", "1", "1", "1"]
+    assert run(["schedule", "train_configs/quickstart_ppo.toml", *settings]) == 0
+    out = capsys.readouterr().out
+    assert "One pass trains the critic, too" in out and "It takes 12 instead of 18" in out
+    rank = next(line for line in out.splitlines() if line.startswith("rank  1"))
+    assert rank.split()[2].startswith("f"), "the last rank begins with the critic"
+
+
 COMMAND = [
     *("schedule", "train_configs/quickstart_zero_bubble.toml", "--times", "1", "1", "1"),
     *("--parallelism.pipeline_parallel_schedule", "auto"),

@@ -4,6 +4,7 @@ The expected weights come from a loop of transformers, AdamW and ``clip_grad_nor
 at a time, which shares no code with the package. Completions have two turns with context between.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -265,21 +266,20 @@ def world(tmp_path_factory) -> World:
     return World(tmp_path_factory.mktemp("critic"))
 
 
+CHECKPOINTED = {
+    "checkpoint__enable": True, "checkpoint__interval": 2, "checkpoint__last_save_model_only": False,
+}  # fmt: skip
+
+
 def test_one_process_takes_the_steps_of_plain_ppo_and_resumes_to_the_bit(world, run_ranks):
     algorithms = {"turn": TURN, "adaptive": ADAPTIVE, "warm-up": WARM}
-    checkpointed = {
-        "dump": "kept", "checkpoint__enable": True, "checkpoint__interval": 2,
-        "checkpoint__last_save_model_only": False,
-    }  # fmt: skip
+    kept: dict[str, Any] = CHECKPOINTED | {"dump": "kept"}
     cases = [
         *(world.case(name, algorithm) for name, algorithm in algorithms.items()),
         world.case("parts", IN_PARTS, rollout__stream=True, rollout__stream_parts=2),
-        world.case("kept", **checkpointed),
-        world.case(
-            "another", **checkpointed, checkpoint__load_step=2, critic__path=world.folder / "model"
-        ),
+        world.case("kept", **kept),
+        world.case("another", **kept, checkpoint__load_step=2, critic__path=world.folder / "model"),
     ]
-    again = [world.case("resumed", **checkpointed, checkpoint__load_step=2)]
     (results,) = run_ranks("replayed_runs", 1, folder=str(world.folder), cases=cases)
     for name, algorithm in algorithms.items():
         world.check(name, algorithm)
@@ -288,18 +288,24 @@ def test_one_process_takes_the_steps_of_plain_ppo_and_resumes_to_the_bit(world, 
         assert results[name]["events"] == events, name
     world.check("parts", IN_PARTS)
     assert "critic.path must stay not set" in results["another"]["error"]
-
     world.check("kept", TOKEN)
+    again = world.case("resumed", **kept, checkpoint__load_step=2)
+    assert_resumes(
+        world, lambda: run_ranks("replayed_runs", 1, folder=str(world.folder), cases=[again])
+    )
+
+
+def assert_resumes(world: World, resume: Callable[[], Any]) -> None:
+    """A run that resumes "kept" at its second step as "resumed" ends with the same states."""
     before = world.checkpoint("kept", NUM_STEPS)
-    run_ranks("replayed_runs", 1, folder=str(world.folder), cases=again)
+    resume()
     after = world.checkpoint("kept", NUM_STEPS)
     of_critic = [key for key in before if key.startswith("critic")]
     assert len(of_critic) == 3, "weights, optimizer and schedule"
     for key in ("model", "optimizer", "lr_scheduler", *of_critic):
         if key in before:
             assert_equal(before[key], after[key], key)
-    kept, resumed = world.exported("kept"), world.exported("resumed")
-    assert_equal(kept, resumed, "exported")
+    assert_equal(world.exported("kept"), world.exported("resumed"), "exported")
 
 
 def assert_equal(one: Any, other: Any, where: str) -> None:
@@ -314,26 +320,45 @@ def assert_equal(one: Any, other: Any, where: str) -> None:
 
 
 LAYOUTS: dict[str, tuple[Algorithm, dict[str, Any]]] = {
-    "pipeline": (TOKEN, PIPELINE),
     "fsdp": (TOKEN, {"data_parallel_shard_degree": 2}),
     "tensor": (TURN, {"tensor_parallel_degree": 2}),
     "context": (ADAPTIVE, {"context_parallel_degree": 2}),
 }
 
 
-# Gradients in the other layouts are those of `test_critic.py`; the whole runs repeat them.
-@pytest.mark.parametrize(
-    "names", [("pipeline",), pytest.param(("fsdp", "tensor", "context"), marks=pytest.mark.long)]
-)
-def test_two_ranks_take_the_steps_of_plain_ppo(names: tuple[str, ...], world, run_ranks):
+# Gradients in these layouts are those of `test_critic.py`; the whole runs repeat them.
+@pytest.mark.long
+def test_two_ranks_take_the_steps_of_plain_ppo(world, run_ranks):
     """Ranks that see no values, or hold the same rows, agree with the others in what is whitened."""
-    layouts = {name: LAYOUTS[name] for name in names}
     cases = [
         layout_case(world, name, degrees, algorithm=algorithm)
-        for name, (algorithm, degrees) in layouts.items()
+        for name, (algorithm, degrees) in LAYOUTS.items()
     ]
     results = run_ranks("replayed_runs", 2, folder=str(world.folder), cases=cases)
-    for name, (algorithm, _) in layouts.items():
+    for name, (algorithm, _) in LAYOUTS.items():
         world.check(name, algorithm)
         for result in results:
             assert result[name]["events"] == events_of_steps(range(1, 5), updates=2), name
+
+
+def test_a_pipeline_that_trains_both_models_in_one_pass_warms_up_and_resumes(
+    tmp_path_factory, run_ranks
+):
+    """The first pass after the warm-up, and after resuming, trains one model after the other."""
+    world = World(tmp_path_factory.mktemp("pipeline"))
+
+    def case(name: str, algorithm: Algorithm = TOKEN, **more: Any) -> dict[str, Any]:
+        return layout_case(world, name, PIPELINE, algorithm=algorithm, **more)
+
+    kept: dict[str, Any] = CHECKPOINTED | {"dump": "kept"}
+    cases = [case("kept", **kept), case("warm-up", WARM)]
+    results = run_ranks("replayed_runs", 2, folder=str(world.folder), cases=cases)
+    world.check("kept", TOKEN)
+    world.check("warm-up", WARM)
+    for result in results:
+        events = events_of_steps(range(1, 5), updates=2, skipped=range(1, 3))
+        assert result["warm-up"]["events"] == events
+    again = case("resumed", **kept, checkpoint__load_step=2)
+    assert_resumes(
+        world, lambda: run_ranks("replayed_runs", 2, folder=str(world.folder), cases=[again])
+    )

@@ -168,6 +168,16 @@ def test_states_are_counted_by_hand(make_model):
     backbone = sum(p.numel() for n, p in model.named_parameters() if not n.startswith("lm_head"))
     assert (valued.critic, valued.critic_optimizer) == (8 * backbone, 8 * backbone)
     assert valued.fixed("free") == one.fixed("free") + 16 * backbone
+    together, apart = (
+        estimate(
+            folder, 2, grpo__advantage="gae", grpo__pipeline_fill_gaps=fills,
+            parallelism__pipeline_parallel_degree=2, parallelism__pipeline_parallel_schedule="1F1B",
+        )
+        for fills in (True, False)
+    )  # fmt: skip
+    assert together.whole_gradients == 2 * apart.whole_gradients
+    held = together.per_token["none"] - apart.per_token["none"]
+    assert 0.2 < held / together.per_token["none"] < 0.4, "three microbatches instead of two"
     waiting = [
         each.resting(offloads_optimizer=offloads) for each in (valued, one) for offloads in (0, 1)
     ]

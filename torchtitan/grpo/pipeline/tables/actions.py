@@ -3,6 +3,7 @@
 
 """Actions of pipeline ranks, their costs, and the tables of their order; torch is not imported."""
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -27,23 +28,27 @@ class Action(NamedTuple):
     def __str__(self) -> str:
         return f"{self.stage}{self.kind}{self.microbatch}"
 
-    def after(self, num_stages: int) -> Iterator["tuple[Action, ...]"]:
+    def after(self, table: "Table") -> Iterator["tuple[Action, ...]"]:
         """Yields what must be complete first: alternatives, one of which is in the table."""
         stage, kind, microbatch = self
         if kind in ("F", "G"):
-            if stage > 0:
+            if not table.is_first(stage):
                 yield (Action(stage - 1, kind, microbatch),)
         elif kind == "W":
             yield (Action(stage, "I", microbatch),)
         else:
             yield (Action(stage, "F", microbatch),)
-            if stage < num_stages - 1:
+            if not table.is_last(stage):
                 yield (Action(stage + 1, "I", microbatch), Action(stage + 1, "B", microbatch))
 
 
 @dataclass(frozen=True)
 class Table:
     """Each rank's order of actions, and each stage's rank; gap microbatches are those of G.
+
+    A table may train several models with the same microbatches. Their stages are numbered one after
+    another, and ``first_stages`` are the numbers of their first ones. G passes through the stages of
+    the first model.
 
     A stage without weights may be on another rank for each microbatch: with ``shifts``, microbatch
     m of stage s is on rank ``ranks[s] + shifts[s] * m``, counted round and round.
@@ -55,6 +60,27 @@ class Table:
     is_forward_only: bool = False
     num_gap_microbatches: int = 0
     shifts: tuple[int, ...] = ()
+    first_stages: tuple[int, ...] = (0,)
+
+    def is_first(self, stage: int) -> bool:
+        return stage in self.first_stages
+
+    def is_last(self, stage: int) -> bool:
+        return stage + 1 == self.num_stages or stage + 1 in self.first_stages
+
+    def model(self, stage: int) -> int:
+        """Returns the number of the model to which a stage belongs."""
+        return bisect_right(self.first_stages, stage) - 1
+
+    def number(self, stage: int, offsets: Sequence[int]) -> int:
+        """Returns a stage's number if those of each model begin at an offset."""
+        model = self.model(stage)
+        return offsets[model] + stage - self.first_stages[model]
+
+    @property
+    def gap_stages(self) -> range:
+        """The stages of the first model."""
+        return range((*self.first_stages, self.num_stages)[1])
 
     def rank(self, action: Action) -> int:
         rank = self.ranks[action.stage]

@@ -63,8 +63,8 @@ def _place(
 ) -> tuple[list[tuple[Action, float]], Gaps] | None:
     """Returns a microbatch's earliest time in each stage, and what is left; None if it won't fit."""
     ready, starts, left = 0.0, [], list(gaps)
-    for stage, rank in enumerate(table.ranks):
-        action = Action(stage, "G", microbatch)
+    for stage in table.gap_stages:
+        rank, action = table.ranks[stage], Action(stage, "G", microbatch)
         time = costs.time(action)
         begins = ((max(begin, ready), end) for begin, end in left[rank])
         fits = (begin for begin, end in begins if begin + time <= end * (1 + _ROUNDING))
@@ -73,7 +73,7 @@ def _place(
             return None
         starts.append((action, start))
         left[rank] = _without(left[rank], start, start + time)
-        travels = stage + 1 < table.num_stages and table.ranks[stage + 1] != rank
+        travels = not table.is_last(stage) and table.ranks[stage + 1] != rank
         ready = start + time + (costs.hop if travels else 0.0)
     return starts, left
 

@@ -46,10 +46,10 @@ def improve(
 
 def _output_layer(action: Action, table: Table) -> Iterator[tuple[Action, ...]]:
     """The last stage completes each backward pass before the next microbatch, to save memory of
-    logits.
+    logits. Only the first of several models has them.
     """
     stage, kind, microbatch = action
-    if kind == "F" and stage == table.num_stages - 1 and microbatch > 0:
+    if kind == "F" and stage == table.gap_stages[-1] and microbatch > 0:
         yield Action(stage, "I", microbatch - 1), Action(stage, "B", microbatch - 1)
 
 
@@ -97,7 +97,7 @@ class Work:
         before: list[list[tuple[int, float]]] = [[] for _ in actions]
         after: list[list[tuple[int, float]]] = [[] for _ in actions]
         for number, action in enumerate(actions):
-            for alternatives in (*action.after(table.num_stages), *_output_layer(action, table)):
+            for alternatives in (*action.after(table), *_output_layer(action, table)):
                 other = next(numbers[a] for a in alternatives if a in numbers)
                 travels = table.ranks[alternatives[0].stage] != table.ranks[action.stage]
                 hop = costs.hop if travels else 0.0
@@ -140,7 +140,7 @@ class Work:
                 orders = to_left
 
     def ends(self, orders: Orders) -> list[float]:
-        """Returns the time at which each action ends in these orders."""
+        """Returns the time at which each action ends in these orders; inf if one waits forever."""
         ends, ready = [0.0] * len(self.actions), [0.0] * len(self.actions)
         waits_for = [len(before) for before in self.before]
         free_at, positions = [0.0] * self.num_ranks, [0] * self.num_ranks
@@ -158,7 +158,7 @@ class Work:
                     ready[other] = max(ready[other], end + hop)
                     if self.ranks[other] != rank:
                         to_visit.append(self.ranks[other])
-        return ends
+        return [math.inf] * len(ends) if any(waits_for) else ends
 
     def makespan_and_span(self, orders: Orders) -> tuple[float, float]:
         """Returns the time of the whole table, and the longest time that one rank takes."""
