@@ -10,8 +10,10 @@ times as long. Both ways plan the same rollouts into rows of 2,048 tokens, as a 
 forward and backward passes of a step on one core (a Qwen3 model with 2 layers of 192 channels, in
 float32, with a dense mask). Each round runs both ways one after the other, in alternating order. A row
 of the table has the tokens that are computed, the rows, and the time with shared prompts relative to
-the time without, as the median of the rounds and their range. The exit status is 1 if a bound is
-missed. With ``--json`` the last line is an object. It takes about five minutes.
+the time without, as the median of the rounds and their range. A batch of 512 groups on 64 ranks with
+prompts as long as completions, and rows of 4,096 tokens, is planned and counted, but not trained: few
+groups leave rows that are filled unevenly. The exit status is 1 if a bound is missed. With ``--json``
+the last line is an object. It takes about five minutes.
 """
 
 import argparse
@@ -20,6 +22,7 @@ import statistics
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from random_models import make_model
 from ranks import run_ranks
@@ -28,7 +31,10 @@ BOUNDS = {0.25: 0.95, 1.0: 0.7, 4.0: 0.4}
 """Largest time with shared prompts, by the length of the prompt; both are ratios."""
 TOKENS_BOUND = 0.57
 """Largest part of the tokens that are computed if prompts are as long as completions."""
-SETTINGS = {"groups": 16, "group_size": 8, "completion": 128, "row_len": 2048}
+SETTINGS = {
+    "groups": 16, "group_size": 8, "completion": 128, "row_len": 2048, "ranks": 1,
+    "large": {"groups": 512, "row_len": 4096, "ranks": 64},
+}  # fmt: skip
 TIMEOUT_SECONDS = 800
 
 
@@ -46,20 +52,24 @@ def main() -> int:
         }  # fmt: skip
         job.write_text(json.dumps(settings))
         run_ranks(1, "shared_prompts_run.py", job, result, timeout_seconds=TIMEOUT_SECONDS)
-        cases = json.loads(result.read_text())
+        found = json.loads(result.read_text())
     print("prompt/completion  tokens  rows    time without  time with      ratio (range)   bound")
-    figures, ok = {}, True
-    for prompt, case in zip(BOUNDS, cases, strict=True):
+    figures: dict[str, Any] = {"tokens of a large batch": found["counted"]}
+    ok = found["counted"] <= TOKENS_BOUND
+    for prompt, case in zip(BOUNDS, found["cases"], strict=True):
         alone, shared = case["alone"], case["shared"]
         ratios = sorted(a / b for a, b in zip(shared["seconds"], alone["seconds"], strict=True))
         ratio, part = statistics.median(ratios), shared["tokens"] / alone["tokens"]
-        ok &= ratio <= BOUNDS[prompt] and (prompt != 1 or part <= TOKENS_BOUND)
+        ok &= ratio <= BOUNDS[prompt]
         print(
             f"{prompt:17.2f}  {part:6.3f}  {alone['rows']:3d} {shared['rows']:3d}"
             f"  {statistics.median(alone['seconds']):10.2f} s  {statistics.median(shared['seconds']):7.2f} s"
             f"  {ratio:5.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f})  {BOUNDS[prompt]:.2f}"
         )
         figures[f"prompt {prompt:g}"] = {"tokens": part, "time": ratio, "times": ratios}
+    print(
+        f"A large batch computes {found['counted']:.4f} of its tokens (bound {TOKENS_BOUND:.2f})."
+    )
     if arguments.json:
         print(
             json.dumps(

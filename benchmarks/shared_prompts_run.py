@@ -45,7 +45,7 @@ def groups_of(job: dict[str, Any], prompt_tokens: int) -> list[RolloutGroup]:
 
 def plan(job: dict[str, Any], groups: list[RolloutGroup], shares_contexts: bool) -> StepPlan:
     return plan_step(
-        groups, GRPO(), version=0, num_ranks=1, row_len=job["row_len"], local_batch_size=1,
+        groups, GRPO(), version=0, num_ranks=job["ranks"], row_len=job["row_len"], local_batch_size=1,
         max_new_tokens=2 * job["completion"], balance=True, row_bucket=1,
         cost=flops_cost(json.loads((Path(job["model"]) / "config.json").read_text())),
         shares_contexts=shares_contexts,
@@ -80,7 +80,11 @@ def main() -> None:
             for name in sorted(plans, reverse=number % 2 == 1):
                 case[name]["seconds"].append(seconds_of(runner, plans[name].rows_of_rank[0]))
         cases.append(case)
-    result.write_text(json.dumps(cases, allow_nan=False))
+    large = job | job["large"]
+    groups = groups_of(large, job["completion"])
+    counted = {str(shares): plan(large, groups, shares).num_computed for shares in (False, True)}
+    found = {"cases": cases, "counted": counted["True"] / counted["False"]}
+    result.write_text(json.dumps(found, allow_nan=False))
 
 
 if __name__ == "__main__":
