@@ -163,7 +163,7 @@ async def test_cut_completions_go_on_after_the_server_has_slept(server, client, 
     old, new = next(new_versions), next(new_versions)
     by_version = {old: make_model(27), new: make_model(28)}
     await trainer.push(make_buckets(by_version[old], 2), old)
-    config = Rollout(request_timeout_seconds=60.0)
+    config = Rollout(request_timeout_seconds=300.0)
     dispatcher = Dispatcher([client], config, vocab_size=VOCAB_SIZE)
     sampling = Sampling(700, 800, TEMPERATURE, 1.0, -1, (), ignore_eos=True)
     writer = TrajectoryWriter(dispatcher, sampling, config)
