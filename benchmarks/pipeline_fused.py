@@ -90,8 +90,8 @@ def main() -> int:
     figures, missed = report(given.rounds)
     print("\n" + ("All bounds hold." if not missed else "EXCEEDED: " + "; ".join(missed)))
     if given.json:
-        object = {"benchmark": "pipeline_fused", "ok": not missed, "figures": figures}
-        print(json.dumps(object, allow_nan=False))
+        record = {"benchmark": "pipeline_fused", "ok": not missed, "figures": figures}
+        print(json.dumps(record, allow_nan=False))
     return 1 if missed else 0
 
 

@@ -90,7 +90,10 @@ class GapRows:
 
 
 def second_offset(num_stages: int) -> int:
-    """Returns the number of the first stage of a model that is trained in the pass of another one."""
+    """Returns the number of the first stage of a model that is trained in the pass of another one.
+
+    One number stays free between the models, because torch's runtime takes successive ones for neighbors.
+    """
     return num_stages + 1
 
 
