@@ -12,6 +12,9 @@ import torch
 from msgspec import Meta
 
 
+_BLOCK_TOKENS = 256
+
+
 class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The ``sampling_params`` of a request.
 
@@ -98,18 +101,51 @@ def sample(
     if batch.temperature is not None:
         logits = logits / batch.temperature
     logprobs = torch.log_softmax(logits, dim=-1)
-    # The argmax of logprob plus Gumbel noise is a sample of softmax(logprob).
-    noise = torch.empty_like(logprobs).exponential_(generator=generator)
-    for row, own_generator in batch.seeded:
-        noise[row].exponential_(generator=own_generator)
-    # Noise of exactly 0 would select its token whatever the probability.
-    noise = noise.clamp_(min=torch.finfo(torch.float32).tiny).log_().neg_()
     allowed = logprobs if excluded is None else logprobs.masked_fill(excluded, float("-inf"))
     candidates = allowed if batch.filters is None else _filtered(allowed, *batch.filters)
-    ids = (candidates + noise).argmax(dim=-1)
+    ids = _draw(candidates.exp(), _uniform(batch, len(logits), logits.device, generator))
     if batch.greedy is not None:
         ids = torch.where(batch.greedy, allowed.argmax(dim=-1), ids)
     return ids, logprobs.gather(-1, ids.unsqueeze(-1)).squeeze(-1)
+
+
+def _uniform(
+    batch: SamplingBatch, num_rows: int, device: torch.device, generator: torch.Generator
+) -> torch.Tensor:
+    """Returns one number in [0, 1) for each row, [rows, 1] float64."""
+    options = {"dtype": torch.float64, "device": device}
+    uniform = torch.rand(num_rows, 1, generator=generator, **options)
+    for row, own_generator in batch.seeded:
+        uniform[row] = torch.rand(1, generator=own_generator, **options)
+    return uniform
+
+
+def _draw(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """Returns the token of each row at which the running sum of its weights passes ``uniform``.
+
+    The weights are [rows, vocab] and need not sum to 1. First a block of tokens is found, and then
+    the token in it, so that only sums of blocks are added in float64. One random number for each
+    row is much cheaper on a CPU than one for each logit. A token of weight 0 is never returned.
+    """
+    num_rows, vocab_size = weights.shape
+    num_blocks = -(-vocab_size // _BLOCK_TOKENS)
+    blocks = torch.nn.functional.pad(weights, (0, num_blocks * _BLOCK_TOKENS - vocab_size))
+    blocks = blocks.view(num_rows, num_blocks, _BLOCK_TOKENS)
+    up_to = blocks.sum(dim=-1).double().cumsum(dim=-1)
+    block, target = _passed(up_to, uniform * up_to[:, -1:])
+    before = torch.where(block > 0, up_to.gather(1, (block - 1).clamp(min=0)), 0.0)
+    within = blocks[torch.arange(num_rows, device=weights.device), block.squeeze(1)]
+    token, _ = _passed(within.double().cumsum(dim=-1), target - before)
+    return (block * _BLOCK_TOKENS + token).squeeze(1)
+
+
+def _passed(up_to: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the first position of each row whose running sum is above ``target``, and that."""
+    # Rounding may bring a target out of the range of the sums.
+    below_total = torch.nextafter(up_to[:, -1:], torch.zeros_like(target))
+    target = torch.minimum(target.clamp(min=0.0), below_total)
+    found = torch.searchsorted(up_to, target, right=True)
+    return found.clamp(max=up_to.shape[1] - 1), target  # NaN is above everything
 
 
 def _filtered(
