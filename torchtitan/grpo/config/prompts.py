@@ -90,10 +90,12 @@ class Prompts:
     ``training.seq_len`` tokens must have room for a prompt and several completions; the metric
     ``time/shared_tokens_fraction`` shows what is saved. With False, each sequence has its own."""
 
-    row_bucket: Annotated[int, at_least(1)] = 1
+    row_bucket: Annotated[int, at_least(0)] = 0
     """The number of rows on each rank is rounded up to a multiple of this many microbatches, so
-    that pipelines run with few different shapes. The metric ``data/padding_fraction`` shows the
-    cost."""
+    that few different shapes occur. 0 means 1 in pipelines, and where shapes are compiled
+    (``compile.enable``, or ``flex`` as ``grpo.packed_attention``); elsewhere the last microbatch
+    of a step then has only as many rows as are needed. The metric ``data/padding_fraction``
+    shows the cost of rows that are padding."""
 
     def chat_settings(self) -> dict[str, Any]:
         """Returns the settings for chat messages; a system prompt that says nothing is None."""

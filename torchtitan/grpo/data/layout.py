@@ -51,6 +51,10 @@ class Layout:
     balance: bool
     cost: SequenceCost
 
+    @property
+    def _multiple(self) -> int:
+        return self.local_batch_size * self.row_bucket or 1
+
     def spread(self, samples: Sequence[Sample], min_rows: int = 0) -> Spread:
         """For each rank its rows, each a list of indices of ``samples``; at least ``min_rows``."""
         best, best_key, least = None, (0, 0.0), min_rows
@@ -78,7 +82,7 @@ class Layout:
     def _least_rows(self, num_tokens: int) -> int:
         """Rows of a rank that hold so many tokens, if rows can be full."""
         rows = -(-num_tokens // self.row_len)
-        return rows_per_rank(rows, self.num_ranks, self.local_batch_size * self.row_bucket)
+        return rows_per_rank(rows, self.num_ranks, self._multiple)
 
     def _spread(self, bundles: Sequence[_Bundle], min_rows: int) -> tuple[Spread, list[float]]:
         """Returns rows of sequences, and the cost of each rank."""
@@ -86,7 +90,7 @@ class Layout:
         shape = {
             "num_ranks": self.num_ranks,
             "row_len": self.row_len,
-            "multiple": self.local_batch_size * self.row_bucket,
+            "multiple": self._multiple,
             "min_rows": min_rows,
         }
         if self.balance:

@@ -17,10 +17,12 @@ from torchtitan.grpo.data.rows import Sample
 from torchtitan.grpo.data.step_plan import StepPlan, plan_step, staleness_metrics
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.losses.advantages import compute_advantages
+from torchtitan.grpo.models.attention_choice import choose_packed_attention
 from torchtitan.grpo.models.hf_config import HFModel
 from torchtitan.grpo.observe.sample_log import SampleLog
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 from torchtitan.grpo.types import BatchPart, RolloutGroup
+from torchtitan.grpo.upstream.tools import utils
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class StepPlanner:
         self._config = config
         self._ptx = PtxStream(config, model) if config.grpo.ptx_path is not None else None
         self._cost = _sequence_cost(config, model)
+        self._row_bucket = _row_bucket(config, model)
         self._parts: list[tuple[Sequence[RolloutGroup], StepPlan]] = []
 
     @property
@@ -109,7 +112,7 @@ class StepPlanner:
             max_new_tokens=config.rollout.max_new_tokens,
             balance=config.prompts.balance_batch,
             cost=self._cost,
-            row_bucket=config.prompts.row_bucket,
+            row_bucket=self._row_bucket,
             ptx=ptx,
             shares_contexts=config.prompts.share_contexts,
             knows_tokens=config.prompts.single_rank_load,
@@ -156,6 +159,17 @@ def _sequence_cost(config: JobConfig, model: HFModel) -> SequenceCost:
     if config.prompts.balance_cost == "tokens":
         return token_cost
     return flops_cost(json.loads((model.path / "config.json").read_bytes()))
+
+
+def _row_bucket(config: JobConfig, model: HFModel) -> int:
+    """Resolves ``prompts.row_bucket``: 0 only where a microbatch may have any number of rows."""
+    attention = choose_packed_attention(config, utils.device_type, model.model_args.head_dim)
+    is_fixed = (
+        config.parallelism.pipeline_parallel_degree > 1
+        or config.compile.enable
+        or attention == "flex"
+    )
+    return max(config.prompts.row_bucket, int(is_fixed))
 
 
 def _advantages_of(

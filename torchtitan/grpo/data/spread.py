@@ -92,10 +92,12 @@ def group_rows(rows: list[list[int]], costs: Sequence[float], size: int) -> list
     """Orders a rank's rows so that microbatches of ``size`` consecutive rows have even costs.
 
     The heaviest microbatch sets the pace of a pipeline. Every rank begins with its heaviest
-    microbatch, because ranks wait for each other in each microbatch. The number of rows is a
-    multiple of ``size``.
+    microbatch, because ranks wait for each other in each microbatch. If the last microbatch has
+    fewer rows, these are the lightest ones.
     """
     row_costs = [sum(costs[i] for i in row) for row in rows]
+    if len(rows) % size:
+        return [rows[i] for i in sorted(range(len(rows)), key=lambda i: -row_costs[i])]
     groups = partition(row_costs, len(rows) // size, equal_counts=True)
     return [rows[i] for group in reversed(groups) for i in group]
 

@@ -5,7 +5,8 @@
 
 Invariants: every sample stands in one row of one minibatch. All samples of a group stand in the
 same minibatch, but possibly on several ranks: advantages are computed from the table of
-samples. Every rank has the same number of rows in every minibatch, a multiple of a microbatch.
+samples. Every rank has the same number of rows in every minibatch, a multiple of ``row_bucket``
+microbatches if that is above 0.
 The layout of the rows changes neither which tokens are trained nor how much they weigh.
 """
 

@@ -21,7 +21,8 @@ def planner(repository):
         config = JobConfig()
         config.training.seq_len, config.training.local_batch_size = seq_len, local_batch_size
         for key, value in settings.items():
-            setattr(config.prompts if hasattr(config.prompts, key) else config.grpo, key, value)
+            tables = (config.prompts, config.grpo, config.parallelism, config.compile)
+            setattr(next(table for table in tables if hasattr(table, key)), key, value)
         return StepPlanner(config, model)
 
     return make
@@ -48,6 +49,19 @@ def test_the_model_s_operations_are_balanced_unless_tokens_are(planner):
         rows = plan(balance_cost="tokens", **settings).rows_of_rank
         assert [int((r.sample_ids >= 0).sum()) for r in rows] == tokens
     assert [rows.num_rows for rows in plan(row_bucket=4).rows_of_rank] == [4, 4]
+
+
+def test_microbatches_are_whole_only_where_their_shape_must_not_change(planner):
+    groups = [group(0, *(rollout(30) for _ in range(3)))]
+
+    def num_rows(**settings) -> int:
+        settings |= {"share_contexts": False}
+        made = planner(local_batch_size=2, **settings).plan(groups, step=0, version=0, num_ranks=1)
+        return made.plan.rows_of_rank[0].num_rows
+
+    assert num_rows() == 3
+    assert num_rows(row_bucket=1) == num_rows(packed_attention="flex") == 4
+    assert num_rows(enable=True) == num_rows(pipeline_parallel_degree=2) == 4
 
 
 def groups_of(seed: int, num_groups: int) -> list[RolloutGroup]:
