@@ -88,12 +88,15 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
         max_position_embeddings=512,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         tie_word_embeddings=False,
-        pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,
         dtype="float32",
     )
-    return Qwen3ForCausalLM(config)
+    model = Qwen3ForCausalLM(config)
+    # Known before, it would zero this token's row of the embedding. When the token is sampled, each
+    # norm of such a row multiplies the gradient by 1/sqrt(epsilon).
+    config.pad_token_id = tokenizer.pad_token_id
+    return model
 
 
 def draw_rows(rng: random.Random, num_rows: int, lessons: Lessons) -> list[dict[str, str]]:

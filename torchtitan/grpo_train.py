@@ -419,7 +419,8 @@ class GRPOTrainer(Trainer):
         metrics |= self.guards.metrics() | self.runner.take_metrics() | self.loan.take_metrics()
         if self.utilization is not None:
             metrics |= self.utilization.metrics(times["time/step_seconds"])
-        self.metrics_processor.log_step(self.step, metrics, self.source.samples.latest)
+        samples = self.source.samples.latest
+        self.metrics_processor.log_step(self.step, metrics, samples, "; ".join(learned.spikes))
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | checkpoint.progress_state(self.progress)

@@ -1,6 +1,7 @@
 """Logprobs, gradients and the gradient norm of a model under several layouts."""
 
 import torch
+import torch.distributed as dist
 from build_model import Built, build_stages
 from safetensors.torch import load_file
 from sharded_model import picked_sum, rows_of, runner_of, whole
@@ -23,6 +24,17 @@ def gradient_errors(
     return errors
 
 
+def largest_gradient(built: Built, expected: dict[str, torch.Tensor]) -> tuple[float, str]:
+    names = {
+        name: built.adapter.to_hf({name: torch.empty(parameter.shape, device="meta")})
+        for name, parameter in named_parameters(built.parts)
+    }
+    return max(
+        (float(torch.stack([expected[key].norm() for key in keys]).norm()), name)
+        for name, keys in names.items()
+    )
+
+
 def main(arguments):
     rows = rows_of(arguments)
     expected = load_file(arguments["gradients"])
@@ -32,12 +44,16 @@ def main(arguments):
         runner = runner_of(built, stages)
         logprobs = runner.forward(rows)
         runner.forward_backward(rows, picked_sum(rows))
-        norm = GradientClipper(built.parts, built.dims, 1e9).clip()
+        clipper, group = GradientClipper(built.parts, built.dims, 1e9), dist.group.WORLD
+        assert group is not None
+        norm = clipper.clip()
         # Every data-parallel rank had all rows, and gradients are summed.
         num_copies = layout.get("dp_shard", 1) * layout.get("dp_replicate", 1)
         results[name] = {
             "logprobs": None if logprobs is None else logprobs[..., 0][rows.loss_mask].tolist(),
             "gradient_errors": gradient_errors(built, expected, num_copies),
             "norm": float(norm) / num_copies,
+            "largest": clipper.largest(float(norm), group),
+            "largest held": largest_gradient(built, expected),
         }
     return results

@@ -5,8 +5,10 @@ with the steps of optimizer and scheduler. Everything else is what a run with ``
 uses, from the command line to the exported directory.
 """
 
+import io
 import shutil
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from torchtitan.grpo.resume.resumption import CheckpointError
 from torchtitan.grpo.system.rank_channel import RankChannel
 from torchtitan.grpo.system.stop import StopRequest
 from torchtitan.grpo.training.guards import GuardStopped
+from torchtitan.grpo.training.learner import Learned
 from torchtitan.grpo.training.stage_runner import PipelineRunner
 from torchtitan.grpo.upstream.trainer import train_spec as train_specs
 from torchtitan.grpo.weight_sync.publisher import Publisher
@@ -47,6 +50,7 @@ class RecordedTrainer(GRPOTrainer):
         self.events: list[str] = []
         self.progress_at_start: list[Any] = []
         self.num_in_gaps = 0
+        self.spikes: list[str] = []
         if isinstance(self.runner, PipelineRunner):
             self.runner.schedule.run = self.counted(self.runner.schedule.run)
         self.optimizers.step = self.recorded("optimizer", self.optimizers.step)
@@ -66,6 +70,10 @@ class RecordedTrainer(GRPOTrainer):
             return outputs
 
         return run_and_count
+
+    def _log_step(self, learned: Learned, learning_rate: float) -> None:
+        self.spikes += learned.spikes
+        super()._log_step(learned, learning_rate)
 
     def _build_publisher(self) -> RecordingPublisher:
         return RecordingPublisher(self.events)
@@ -93,9 +101,10 @@ def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     except CheckpointError as refusal:
         channel.close()
         return {"error": str(refusal)}
-    stopped = ""
+    stopped, shown = "", io.StringIO()
     try:
-        trainer.train()
+        with redirect_stdout(shown):
+            trainer.train()
     except GuardStopped as stop:
         stopped = str(stop)
     finally:
@@ -113,6 +122,8 @@ def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
         "progress": progress_of(trainer),
         "num_in_gaps": trainer.num_in_gaps,
         "guards": trainer.guards.metrics(),
+        "spikes": trainer.spikes,
+        "shown": shown.getvalue(),
         "error": stopped,
     }
 

@@ -10,7 +10,11 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from transformers import AutoModelForCausalLM, AutoTokenizer
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM
+
+from torchtitan.grpo.models.embedding_rows import embedding_notes
+from torchtitan.grpo.models.hf_config import read_hf_model
 
 TASK = Path(__file__).resolve().parents[3] / "assets" / "reverse_digits"
 
@@ -27,18 +31,41 @@ def test_answers_are_right_and_heldout_prompts_are_not_trained_on() -> None:
         assert row["answer"] == row["prompt"].removesuffix("->")[::-1]
 
 
-# -- scripts/make_gsm8k_cpu.py, on a few rows and two steps -------------------------------
-
-SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "make_gsm8k_cpu.py"
-
-
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("make_gsm8k_cpu", SCRIPT)
+def load_script(name: str) -> ModuleType:
+    path = Path(__file__).resolve().parents[3] / "scripts" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def test_no_token_of_the_shipped_model_has_a_row_of_zeros():
+    model = read_hf_model(TASK / "model")
+    assert list(embedding_notes(model, "model.hf_assets_path")) == []
+
+
+def test_only_the_row_of_the_padding_differs_from_a_model_that_knows_the_padding():
+    script = load_script("make_tiny_model")
+    tokenizer = script.build_tokenizer()
+    torch.manual_seed(0)
+    made = script.build_model(tokenizer)
+    torch.manual_seed(0)
+    other = Qwen3ForCausalLM(made.config).state_dict()
+    embedding = "model.embed_tokens.weight"
+    assert made.config.pad_token_id == 0 and not other[embedding][0].any()
+    row = made.state_dict()[embedding][0]
+    assert row.std().item() == pytest.approx(0.02, rel=0.3)
+    other[embedding][0] = row
+    assert all(torch.equal(tensor, other[name]) for name, tensor in made.state_dict().items())
+
+
+# -- scripts/make_gsm8k_cpu.py, on a few rows and two steps -------------------------------
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    return load_script("make_gsm8k_cpu")
 
 
 def write_questions(path: Path, num_rows: int) -> None:
@@ -61,6 +88,7 @@ def test_a_file_in_gsm8k_form_becomes_a_model_and_two_prompt_files(script, tmp_p
     text = "Question: Is 42 > 7?\nAnswer: Yes.\n#### 42"
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert model.config.vocab_size % 32 == 0
+    assert model.get_input_embeddings().weight.any(dim=1).all()
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id
     train, heldout = (
         {json.loads(line)["question"] for line in (output / name).read_text().splitlines()}

@@ -68,16 +68,20 @@ class Progress:
             self._bar.start()
             self._reroute(terminal)
 
-    def update(self, step: int, metrics: dict[str, float]) -> None:
+    def update(self, step: int, metrics: dict[str, float], note: str = "") -> None:
+        """Shows a step. A ``note`` stays above the bar, when other steps have replaced this one."""
         is_wide = not self._console.is_terminal or self._console.width >= WIDE_COLUMNS
         line = (long_line if is_wide else short_line)(step, self.num_steps, metrics)
         left_out = dropped(metrics)
         if self._bar is not None:
+            if note:
+                self.print(f"step {step}: {note}")
             self._bar.lines = [line, left_out] if left_out else [line]
             self._bar.update(self._task, completed=step)
         elif self.mode == "lines":
             space = "  " if is_wide else "\n  "
-            self._console.print(f"{line}{space}{left_out}" if left_out else line, markup=False)
+            parts = space.join(filter(None, (line, note, left_out)))
+            self._console.print(parts, markup=False)
 
     def print(self, message: str, *, always: bool = False) -> None:
         """Prints a message above the bar, unless ``mode`` is ``none``; ``always`` even then."""

@@ -75,9 +75,16 @@ class GRPOMetricsProcessor(MetricsProcessor):
             self._progress.print(place)
 
     def log_step(
-        self, step: int, metrics: dict[str, float], samples: Sequence[dict[str, Any]] = ()
+        self,
+        step: int,
+        metrics: dict[str, float],
+        samples: Sequence[dict[str, Any]] = (),
+        note: str = "",
     ) -> None:
-        """Records one step, counted from 1, with its records of ``samples.jsonl``, on rank 0."""
+        """Records one step, counted from 1, with its records of ``samples.jsonl``, on rank 0.
+
+        The console shows a ``note`` beside the step.
+        """
         if self._progress is None:
             return
         stats = self.device_memory_monitor.get_peak_stats()
@@ -89,7 +96,7 @@ class GRPOMetricsProcessor(MetricsProcessor):
         if self.should_log(step):
             self.logger.log(metrics, step)
             log_samples(self.logger, samples, step)
-        self._progress.update(step, metrics)
+        self._progress.update(step, metrics, note)
         for sample in samples[: self._config.observe.print_samples]:
             self._progress.print(sample_text(sample), always=True)
         if samples:

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan.grpo.models.decoder import OutputEmbedding, embeds_tokens, is_tied
 from torchtitan.grpo.models.helix import HelixPart
+from torchtitan.grpo.models.shards import named_parameters
 from torchtitan.grpo.upstream.parallelism import ParallelDims, dist_utils
 
 
@@ -41,6 +42,20 @@ class GradientClipper:
         )
         torch.nn.utils.clip_grads_with_norm_(twins, self._max_norm, norm, foreach=True)
         return norm
+
+    def largest(self, norm: float, group: dist.ProcessGroup) -> tuple[str, float]:
+        """Returns the parameter with the largest gradient, and its share of the square of ``norm``.
+
+        Collective over all ranks, which ``group`` joins on the CPU, after :meth:`clip`. Clipping has
+        scaled all gradients alike, so that ordinary steps need not keep a norm of each.
+        """
+        trained = {n: p for n, p in named_parameters(list(self._parts)) if p.requires_grad}
+        norms = [_whole_norm(parameter) for parameter in trained.values()]
+        own = max(zip(torch.stack(norms).tolist(), trained, strict=True)) if norms else (0.0, "")
+        of_ranks = [own] * dist.get_world_size(group)
+        dist.all_gather_object(of_ranks, own, group=group)  # a pipeline's ranks hold different ones
+        largest, name = max(of_ranks)
+        return name, min((largest / min(norm, self._max_norm)) ** 2, 1.0)
 
     def _add_up_tied(self) -> list[nn.Parameter]:
         """Adds up the gradients of a weight in two stages; returns the last stage's copy."""
@@ -88,6 +103,14 @@ def _weight(stage: nn.Module) -> nn.Parameter:
     assert isinstance(embeddings, nn.Embedding)
     assert isinstance(embeddings.weight, nn.Parameter)
     return embeddings.weight
+
+
+def _whole_norm(parameter: torch.Tensor) -> torch.Tensor:
+    """Returns the norm of a gradient, all of whose ranks must call this."""
+    # A rank without a gradient takes part in the sum as well.
+    grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    norm = torch.nn.utils.get_total_norm([grad], foreach=True)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def _local_gradient(weight: nn.Parameter) -> torch.Tensor:

@@ -18,6 +18,8 @@ from torchtitan.grpo.config.environments import reward_functions
 from torchtitan.grpo.errors import STOPPED_BY_GUARD, RunError
 from torchtitan.grpo.job_config import JobConfig
 
+# A norm of so many medians is a spike, of which the step's line names the parameter.
+_SPIKE_FACTOR = 10.0
 # Metrics of a user's policy loss begin with "loss/" as well, and may mean to be infinite.
 _TERMS = ("loss/reference_kl", "loss/policy", "loss/ptx")
 GUARDS = (
@@ -80,13 +82,21 @@ class Guards:
         self._of_rewards = self._find("equal_rewards", step, found, is_told=action == "warn")
         return self._of_rewards
 
-    def judge(self, step: int, grad_norm: float | None, metrics: Mapping[str, float]) -> Verdict:
+    def is_spike(self, norm: float) -> bool:
+        """Returns whether a norm that is to be judged is far above those of the last steps."""
+        return math.isfinite(norm) and self._is_outlier(norm, self._norms, _SPIKE_FACTOR)
+
+    def judge(
+        self, step: int, grad_norm: float | None, metrics: Mapping[str, float], spike: str = ""
+    ) -> Verdict:
         """Judges an optimizer step by its loss metrics, and by the norm before clipping.
 
         ``grad_norm`` is None if only a critic learns. A critic's metrics and norm, if it has one, are
-        among the ``metrics``.
+        among the ``metrics``. ``spike`` says where the gradient of a spike is.
         """
         found = self._findings(grad_norm, metrics)
+        if spike and "grad_norm" in found:
+            found["grad_norm"] += f" ({spike})"
         for guard in list(self._in_a_row):
             if guard not in found and guard not in ("equal_rewards", "skipped"):
                 del self._in_a_row[guard]
@@ -135,17 +145,19 @@ class Guards:
         return " and ".join(text for text in found if text) or None
 
     def _spike(self, name: str, norm: float, norms: deque[float]) -> str | None:
-        median = statistics.median(norms) if norms else 0.0
-        is_full = len(norms) == norms.maxlen
+        factor, found = self._guards.grad_norm_factor, None
+        if factor and self._is_outlier(norm, norms, factor):
+            found = (
+                f"{name} is {norm:.4g}, above guards.grad_norm_factor = {factor:g} times the median "
+                f"of the last {len(norms)} optimizer steps, {statistics.median(norms):.4g}"
+            )
         # Outliers enter as well: the median follows a norm that has risen for good.
         norms.append(norm)
-        factor = self._guards.grad_norm_factor
-        if factor and is_full and norm > self._max_norm and norm > factor * median:
-            return (
-                f"{name} is {norm:.4g}, above guards.grad_norm_factor = {factor:g} times the median "
-                f"of the last {len(norms)} optimizer steps, {median:.4g}"
-            )
-        return None
+        return found
+
+    def _is_outlier(self, norm: float, norms: deque[float], factor: float) -> bool:
+        is_full = len(norms) == norms.maxlen
+        return is_full and norm > self._max_norm and norm > factor * statistics.median(norms)
 
     def _entropy(self, entropy: float) -> str | None:
         floor = self._guards.entropy_floor

@@ -4,7 +4,7 @@
 """Learns from one batch: scores its rows, computes gradients, and steps the optimizer."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -84,13 +84,14 @@ class Learned:
     """Result of a batch's optimizer steps on one rank, with ``totals`` of all ranks.
 
     ``batch`` may be the last part, with the counts of all. ``grad_norms`` are before clipping.
-    ``of_critic`` are a critic's metrics.
+    ``of_critic`` are a critic's metrics. ``spikes`` say where the gradients of spikes are.
     """
 
     batch: TrainBatch
     totals: MetricTotals
     grad_norms: list[float]
     of_critic: CriticMetrics | None = None
+    spikes: list[str] = field(default_factory=list)
 
     def add(self, totals: MetricTotals, grad_norm: float) -> None:
         """Adds metrics of all ranks and the gradient norm of a step, taken or skipped."""
@@ -275,7 +276,8 @@ class Learner:
         norm = self.scorer.feed.all_reduce_metrics(totals, grad_norm)
         critic = self._reduce_critic(of_critic, critic_norm, learned)
         metrics = totals.values(1) | critic
-        verdict = self.guards.judge(step, None if is_alone else norm, metrics)
+        spike = "" if is_alone else self._describe_spike(norm, learned)
+        verdict = self.guards.judge(step, None if is_alone else norm, metrics, spike)
         if verdict is Verdict.TAKE:
             if not is_alone:
                 self._forget_idle_states(step, learned)
@@ -284,6 +286,13 @@ class Learner:
                 self.critic.optimizers.step()
         learned.add(totals, norm)
         return verdict is not Verdict.STOP
+
+    def _describe_spike(self, norm: float, learned: Learned) -> str:
+        if not self.guards.is_spike(norm):
+            return ""
+        name, share = self.clipper.largest(norm, self.scorer.feed.group)
+        learned.spikes.append(f"grad_norm {norm:.4g}, {share:.0%} of its square in {name}")
+        return learned.spikes[-1]
 
     def _forget_idle_states(self, step: int, learned: Learned) -> None:
         """Lets the policy's first step after the critic's warmup begin with new optimizer states.

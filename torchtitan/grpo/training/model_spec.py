@@ -17,6 +17,7 @@ from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.losses.policy_terms import BUILTIN
 from torchtitan.grpo.models.attention_choice import choose_packed_attention, try_packed_attention
 from torchtitan.grpo.models.decoder import DecoderAdapter, DecoderArgs, ValueAdapter
+from torchtitan.grpo.models.embedding_rows import embedding_notes
 from torchtitan.grpo.models.hf_config import HFModel, check_reference
 from torchtitan.grpo.models.hf_weights import check_hf_weights, load_hf_weights
 from torchtitan.grpo.models.lora import add_adapters
@@ -190,11 +191,11 @@ def build_beside(
 
 
 def check_weights(config: JobConfig, model: HFModel) -> tuple[int, list[str]]:
-    """Compares the weights of model, reference and critic with the model, without loading any.
+    """Compares the weights of model, reference and critic with the model, without loading them.
 
-    Returns the number of tensors, and warnings of unread ones. Raises ModelError if a tensor is
-    missing, quantized, in an unclear file or of another shape, or if a tied model has another
-    output layer.
+    Returns the number of tensors, and warnings of unread ones and of empty rows of the embedding.
+    Raises ModelError if a tensor is missing, quantized, in an unclear file or of another shape, or if
+    a tied model has another output layer.
     """
     built, adapter_of = build_without_memory(config, copy.deepcopy(model))
     reference, notes = config.grpo.ref_model_path, []
@@ -205,6 +206,8 @@ def check_weights(config: JobConfig, model: HFModel) -> tuple[int, list[str]]:
         notes += check_critic_weights(config, copy.deepcopy(model), config.critic.path)
     adapter = adapter_of(str(model.path))
     number, own = check_hf_weights(built, adapter, model.path, setting="model.hf_assets_path")
+    if not config.lora.rank:  # which leaves the embedding as it is
+        own += embedding_notes(model, "model.hf_assets_path")
     return number, own + notes
 
 

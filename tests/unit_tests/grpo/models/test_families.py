@@ -82,6 +82,7 @@ def test_logprobs_gradients_and_norm_are_hugging_faces(
         assert len(held) >= 8 * 9 + 2, "the ranks together hold the whole model"
         scored = [result[name]["logprobs"] for result in results]
         assert any(scored), name
+        largest, parameter = max(result[name]["largest held"] for result in results)
         for result in (result[name] for result in results):
             if result["logprobs"] is not None:
                 found = torch.tensor(result["logprobs"])
@@ -89,6 +90,8 @@ def test_logprobs_gradients_and_norm_are_hugging_faces(
             wrong = {k: e for k, e in result["gradient_errors"].items() if not e < 2e-5}
             assert not wrong, name
             assert result["norm"] == pytest.approx(norm, rel=1e-5), name
+            found, share = result["largest"]
+            assert (found, share) == (parameter, pytest.approx((largest / norm) ** 2, rel=1e-4))
 
 
 def test_the_output_layer_multiplies_in_the_dtype_of_mixed_precision(make_model, run_ranks):

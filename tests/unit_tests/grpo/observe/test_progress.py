@@ -41,11 +41,11 @@ def test_on_a_terminal_log_lines_stand_above_one_bar_within_80_columns(monkeypat
     progress = Progress("auto", 150)
     for step in range(1, 4):
         logging.getLogger().warning(f"log of step {step}")
-        progress.update(step, metrics_of(step))
+        progress.update(step, metrics_of(step), "a spike" if step == 2 else "")
     progress.print("a score [0.5]")
     progress.close()
     shown = terminal.getvalue()
-    for text in ("log of step 1", "log of step 2", "log of step 3", "a score [0.5]"):
+    for text in ("log of step 1", "step 2: a spike", "log of step 3", "a score [0.5]"):
         before, after = shown.split(text)
         assert "━" not in before.rpartition(erased)[2], "the bar is erased first"
         assert after.startswith("\n") and "━" in after, "and is drawn again below"
@@ -59,11 +59,12 @@ def test_without_a_terminal_each_step_is_one_line(capsys, monkeypatch):
     init_console("info", is_rank_zero=True)
     progress = Progress("auto", 150)
     for step in range(1, 4):
-        progress.update(step, metrics_of(step))
+        progress.update(step, metrics_of(step), "a spike" if step == 2 else "")
     progress.close()
     shown = capsys.readouterr().out
     lines = [line for line in shown.splitlines() if line.startswith("step ")]
     assert len(lines) == 3
+    assert ["  a spike  dropped: " in line for line in lines] == [False, True, False]
     for line in lines:
         for word in ("reward", "entropy", "length", "staleness", "generated", "trained", "waits"):
             assert word in line

@@ -7,6 +7,7 @@ A policy loss of this test's is NaN, or huge, at tokens with a marked log-probab
 batches hold such tokens in their second and in their last batch.
 """
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,7 @@ def random_group(random: Any, index: int, version: int, mark: float | None) -> R
     return RolloutGroup(index, "", tuple(rollouts), "")
 
 
+SPIKED = "tok_embeddings.weight"
 SKIPPING = events_of_steps(range(1, 6), skipped=(2, 5))
 
 
@@ -97,7 +99,7 @@ def recorded(tmp_path_factory, repository) -> Recorded:
 def test_a_bad_step_is_skipped_or_ends_the_run_before_it(recorded, run_ranks):
     cases = [
         recorded.case("skip", guards__grad_norm="skip"),
-        recorded.case("warn"),
+        recorded.case("warn", observe__progress="lines"),
         recorded.case("off", guards__nonfinite="off"),
         recorded.case("stop", guards__nonfinite="stop"),
         recorded.case("resumed", "stop", guards__grad_norm="skip"),
@@ -107,6 +109,11 @@ def test_a_bad_step_is_skipped_or_ends_the_run_before_it(recorded, run_ranks):
 
     assert results["skip"]["events"] == [*SKIPPING, "save 5"]
     assert results["in parts"]["events"] == results["skip"]["events"]
+    for name in ("skip", "in parts", "warn"):
+        (spike,) = results[name]["spikes"]
+        assert re.fullmatch(rf"grad_norm \S+, \d+% of its square in {SPIKED}", spike), name
+    shown = results["warn"]["shown"].splitlines()
+    assert [line[:8] for line in shown if spike in line] == ["step 5/5"]
     counts = {"nonfinite": 1, "grad_norm": 1, "skipped": 2}
     assert {name: results["skip"]["guards"][f"guards/{name}"] for name in counts} == counts
     records = replay_settings.records(recorded.folder / "skip")
@@ -144,5 +151,6 @@ def test_all_ranks_of_every_kind_of_layout_skip_the_same_steps(recorded, run_ran
                 assert result[name]["events"].pop() == f"save {NUM_STEPS}"
             assert result[name]["events"] == SKIPPING, name
             assert result[name]["guards"]["guards/skipped"] == 2, name
+            assert [spike.split()[-1] for spike in result[name]["spikes"]] == [SPIKED], name
         assert result["stopped"]["error"].startswith("Guard at step 2: ")
     assert (recorded.folder / "stopped/checkpoint/step-1").is_dir()

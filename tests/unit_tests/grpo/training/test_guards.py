@@ -100,6 +100,25 @@ def test_each_metric_of_the_loss_must_be_finite(name, action):
         assert f"{name} is {value}. With guards.nonfinite" in found[0]
 
 
+def test_a_spike_is_ten_medians_and_is_described_where_the_guard_acts():
+    judge = Judge()
+    for _ in range(20):
+        assert not judge.guards.is_spike(1000.0), "the window is not full"
+        judge(grad_norm=0.5)
+    norms = (5.0, 5.1, math.inf, math.nan)
+    assert [judge.guards.is_spike(norm) for norm in norms] == [False, True, False, False]
+    judge.guards.judge(21, 41.0, METRICS, "grad_norm 41, 99% of its square in output.weight")
+    assert "0.5 (grad_norm 41, 99% of its square in output.weight). With guards" in judge.lines[0]
+
+
+def test_a_norm_that_is_not_clipped_is_no_spike():
+    judge = Judge()
+    for _ in range(20):
+        judge(grad_norm=0.0)
+    assert not judge.guards.is_spike(1.0)
+    assert judge.guards.is_spike(1.1)
+
+
 def test_a_critics_norm_has_a_median_of_its_own_and_its_loss_must_be_finite():
     judge = Judge(grad_norm="skip", grad_norm_limit=3.0)
     for _ in range(20):

@@ -124,6 +124,38 @@ def test_weights_of_each_plain_type_are_read(folder, tensors):
         assert wrong(trained(folder), rounded) == wrong(served(folder), rounded) == []
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tokens_with_a_row_of_zeros_are_named_if_they_can_be_sampled(dtype, folder, tensors):
+    tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
+    tensors[EMBEDDING][127] = 0  # the tokenizer does not know it
+    tensors[EMBEDDING][7, :-1] = 0
+    tensors[EMBEDDING][126] = tensors[EMBEDDING][125]
+    save(tensors, folder / WEIGHTS)
+    assert check(folder) == []
+    tensors[EMBEDDING][[0, 40, 41, 50]] = 0
+    save(tensors, folder / WEIGHTS)
+    (note,) = check(folder)
+    named = (
+        "4 of the tokenizer's tokens: '<pad>' (0), 'E' (40), 'F' (41) and 1 more; grad_norm jumps"
+    )
+    assert f"{EMBEDDING} is zero for {named}" in note
+    assert check(folder, "--lora.rank=2") == [], "the embedding is frozen"
+    (folder / "tokenizer.json").unlink()
+    assert check(folder) == [], "another message says that there is none"
+
+
+def test_tokens_with_equal_rows_are_named_in_one_line(folder, tensors):
+    tensors[EMBEDDING][[70, 80]] = tensors[EMBEDDING][60].clone()
+    tensors[EMBEDDING][90, :-1] = tensors[EMBEDDING][60, :-1]
+    tensors[EMBEDDING][0] = 0
+    save(tensors, folder / WEIGHTS)
+    zero, equal = check(folder)
+    assert "zero for 1 of the tokenizer's tokens: '<pad>' (0);" in zero
+    assert equal.endswith(
+        "equal rows among 3 of the tokenizer's tokens: 'Y' (60), 'c' (70), 'm' (80)."
+    )
+
+
 TIED = {"tie_word_embeddings": True}
 
 
