@@ -65,7 +65,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -87,6 +87,7 @@ from torchtitan.grpo.rollout.link import RolloutFailed, RolloutKilled, RolloutLi
 from torchtitan.grpo.rollout.results import EvaluationResult, RolloutBatch
 from torchtitan.grpo.rollout.saved import discard_after, file_of
 from torchtitan.grpo.run_folder.contents import steps_in
+from torchtitan.grpo.system.cpu_speed import FAST, bfloat16_speedup
 from torchtitan.grpo.system.device import num_training_gpus, visible_gpus
 from torchtitan.grpo.system.groups import leader_address
 from torchtitan.grpo.system.logs import logger
@@ -344,6 +345,23 @@ def ledger_record(step: int, batch: RolloutBatch, groups: Sequence[RolloutGroup]
     }
 
 
+def _server_device(config: JobConfig) -> Literal["cpu", "cuda"]:
+    if config.inference.device != "auto":
+        return config.inference.device
+    # As in the trainer, torch decides: a CPU build of torch cannot use a GPU.
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def server_dtype(config: JobConfig) -> Literal["auto", "float32", "bfloat16"]:
+    """Resolves ``inference.dtype`` for launched servers, in one process for all of them."""
+    if config.inference.dtype != "auto" or not config.inference.launch:
+        return config.inference.dtype
+    if _server_device(config) == "cuda":
+        return "bfloat16"
+    trains_in_it = config.training.mixed_precision_param == "bfloat16"
+    return "bfloat16" if trains_in_it and bfloat16_speedup() >= FAST else "float32"
+
+
 def process_config(
     config: JobConfig,
     model: HFModel,
@@ -353,16 +371,14 @@ def process_config(
     date: str = "",
 ) -> RolloutProcessConfig:
     saved = file_of(config.job.dump_folder, start_version)
-    device = config.inference.device
-    if device == "auto":
-        # As in the trainer, torch decides: a CPU build of torch cannot use a GPU.
-        device = "cuda" if torch.cuda.is_available() else "cpu"
     return RolloutProcessConfig(
         grpo=config.grpo,
         prompts=config.prompts,
         rollout=config.rollout,
         agent=config.agent,
-        inference=replace(config.inference, device=device),
+        inference=replace(
+            config.inference, device=_server_device(config), dtype=server_dtype(config)
+        ),
         reward=config.reward,
         workers=config.workers,
         teacher=config.teacher,

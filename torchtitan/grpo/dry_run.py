@@ -25,7 +25,7 @@ from torchtitan.grpo.config import RolloutProcessConfig
 from torchtitan.grpo.config.cluster import count_servers, server_groups
 from torchtitan.grpo.config_checks import ConfigError, unused_server_settings
 from torchtitan.grpo.config_checks.layout import describe_layout
-from torchtitan.grpo.controller import process_config
+from torchtitan.grpo.controller import process_config, server_dtype
 from torchtitan.grpo.data.planner import StepPlanner
 from torchtitan.grpo.data.record import RecordReader
 from torchtitan.grpo.data.supervised import ExampleStream
@@ -272,7 +272,7 @@ def _describe_servers(config: JobConfig) -> str:
     if groups := server_groups(config):
         kind = inference.kind
         each = (f"{g.num_servers} x {kind}{' on lent devices' * g.is_lent}" for g in groups)
-        return f"{' and '.join(each)}, launched on this machine"
+        return f"{' and '.join(each)}, launched on this machine, in {server_dtype(config)}"
     if folder := registry_folder(inference, config.job.dump_folder):
         return f"{inference.kind} servers that register themselves in {folder}"
     source = f" ({inference.urls_file})" if inference.urls_file else ""

@@ -8,6 +8,7 @@ import json
 import re
 import tomllib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,13 @@ from prompt_files import byte_tokenizer
 
 from torchtitan.grpo import cli
 from torchtitan.grpo.config import Prompts
-from torchtitan.grpo.init_config.columns import choose_columns, read_source
+from torchtitan.grpo.init_config.columns import Columns, choose_columns, read_source
 from torchtitan.grpo.init_config.machine import Machine, count_parameters
 from torchtitan.grpo.init_config.prompt_form import PromptForm, choose_form, measure
-from torchtitan.grpo.init_config.reward_choice import RewardChoice, choose_reward
+from torchtitan.grpo.init_config.reward_choice import RewardChoice, ask_briefly, choose_reward
 from torchtitan.grpo.init_config.settings import Findings, choose_settings, choose_sizes
 from torchtitan.grpo.init_config.toml_file import text_value
-from torchtitan.grpo.models.hf_config import read_hf_model
+from torchtitan.grpo.models.hf_config import HFModel, read_hf_model
 
 TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
@@ -35,7 +36,7 @@ TEMPLATE = (
 HASHED = [f"{n} + {n} = {2 * n} apples.\n#### {2 * n}" for n in range(5, 25)]
 QUESTIONS = [f"Ann and {{Bob}} have {n} apples each. How many together?" for n in range(5, 25)]
 ROWS = [{"question": q, "answer": a} for q, a in zip(QUESTIONS, HASHED, strict=True)]
-BOXED = "Reason step by step, and write"
+BOXED = "Reason step by step, and write the final answer in"
 
 
 def user(text: str) -> dict[str, str]:
@@ -92,11 +93,17 @@ def test_the_shipped_model_gets_a_file_with_a_reason_in_every_line(
     [
         (ROWS, "question", "answer", "boxed_math", {"template": BOXED}),
         ([{"prompt": [user(q)], "reward_model": {"ground_truth": str(n)}} for n, q in enumerate(QUESTIONS)],
-         "prompt", "reward_model.ground_truth", "boxed_math", {"system_prompt": BOXED}),
+         "prompt", "reward_model.ground_truth", "last_number", {"system_prompt": "in one line"}),
+        ([{"prompt": [user(q)], "answer": f"{n}/7"} for n, q in enumerate(QUESTIONS)],
+         "prompt", "answer", "boxed_math", {"system_prompt": BOXED}),
+        ([{"prompt": f"{q} {q}", "answer": f"${n},500"} for n, q in enumerate(QUESTIONS)],
+         "prompt", "answer", "last_number", {"template": "Reason step by step, and write the final answer at"}),
+        ([{"prompt": q, "answer": f"{n} cm"} for n, q in enumerate(QUESTIONS)],
+         "prompt", "answer", "boxed_math", {"template": BOXED}),
         ([{"messages": [user(q), assistant("?")], "problem": f"{q} End with ####.", "answer": n} for n, q in enumerate(QUESTIONS)],
          "problem", "answer", "boxed_math", {"template": "{prompt}<|end|>"}),
         ([{"problem": row["question"], "solution": row["answer"], "answer": n} for n, row in enumerate(ROWS)],
-         "problem", "answer", "boxed_math", {"template": BOXED}),
+         "problem", "answer", "last_number", {"template": "in one line.<|end|>"}),
         ([{"text": q, "label": ["good", "bad"][n % 2]} for n, q in enumerate(QUESTIONS)],
          "text", "label", "boxed_math", {"template": BOXED}),
         ([{"messages": [user(q)]} for q in QUESTIONS], "messages", None, "", {}),
@@ -180,6 +187,79 @@ def test_data_without_prompts_is_refused(
     assert not Path("grpo.toml").exists()
 
 
+CPU, GPU = Machine("these", 64 << 30), Machine("these", 79 << 30, 1)
+
+
+def found_of(model: HFModel, machine: Machine, lengths: list[int], **others: Any) -> Findings:
+    values: dict[str, Any] = {
+        "model_name": "m", "model": model, "num_params": count_parameters(model), "num_rows": 20,
+        "form": PromptForm(Prompts("x")), "lengths": np.asarray(lengths),
+        "reward": RewardChoice("boxed_math", "boxed"), "function": "f", "answer_tokens": 9, "machine": machine,
+    }  # fmt: skip
+    return Findings(**values | others)
+
+
+NUMBER, LINE = (RewardChoice("last_number", form) for form in ("number", "calculation"))
+
+
+@pytest.mark.parametrize(
+    ("machine", "reward", "new", "row"),
+    [
+        (CPU, LINE, 64, 640), (CPU, NUMBER, 256, 384), (GPU, LINE, 256, 2176), (GPU, NUMBER, 1024, 2048),
+        (CPU, RewardChoice("boxed_math", "boxed"), 256, 384), (CPU, RewardChoice("exact_match", "alone"), 32, 384),
+    ],
+)  # fmt: skip
+def test_short_questions_get_short_answers_and_rows_hold_a_group_where_it_fits(
+    machine, reward, new, row, folder
+):
+    model = read_hf_model(folder)
+    found = found_of(model, machine, [60], reward=reward)
+    sizes = choose_sizes(found)
+    assert (sizes.prompt, sizes.new, sizes.row) == (64, new, row)
+    text, *_ = choose_settings(found, sizes)
+    assert ("rows hold a whole group" in text) == (64 + 8 * new <= row)
+    assert ("room for a line" in text) == (reward is LINE)
+
+
+@pytest.mark.parametrize(
+    ("question", "is_brief"),
+    [
+        ("What is 64 + 23?", True), (QUESTIONS[0], True), (f"{QUESTIONS[0]} {QUESTIONS[1]}", False),
+        ([user("What is 64 + 23?")], True), ([user(QUESTIONS[0] * 2)], False),
+    ],
+)  # fmt: skip
+def test_questions_of_more_than_a_sentence_are_not_brief(question, is_brief):
+    assert ask_briefly(Columns("prompt", [question])) == is_brief
+
+
+@pytest.mark.parametrize(
+    ("machine", "param", "reason"),
+    [
+        (replace(CPU, bfloat16_speedup=2.04), "bfloat16", "bfloat16 2.0 times as fast as float32"),
+        (replace(CPU, bfloat16_speedup=1.2), "float32", "bfloat16 hardly faster"),
+        (GPU, "bfloat16", "as the servers compute"),
+    ],
+)
+def test_the_trainer_computes_in_bfloat16_where_the_cpu_is_fast_at_it(
+    machine, param, reason, folder
+):
+    found = found_of(read_hf_model(folder), machine, [60])
+    text, *_ = choose_settings(found, choose_sizes(found))
+    values = tomllib.loads(text)
+    assert values["training"]["mixed_precision_param"] == param and reason in text
+    assert "dtype" not in values["inference"], "the servers follow by themselves"
+
+
+@pytest.mark.parametrize(
+    ("num_params", "rate"),
+    [(5 * 10**5, 5e-4), (134_515_008, 2e-5), (362 * 10**6, 2e-5), (494 * 10**6, 2e-6), (8 * 10**9, 1e-6)],
+)  # fmt: skip
+def test_small_models_get_a_rate_with_which_a_first_run_learns(num_params, rate, folder):
+    found = found_of(read_hf_model(folder), GPU, [60], num_params=num_params)
+    text, *_ = choose_settings(found, choose_sizes(found))
+    assert tomllib.loads(text)["optimizer"]["lr"] == rate
+
+
 SMALL = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28}
 LARGE = {"hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 36}
 HEADS = {
@@ -199,11 +279,7 @@ def test_adapters_are_trained_where_a_model_does_not_fit(sizes, num_gpus, is_ada
     file.write_text(json.dumps(json.loads(file.read_text()) | sizes | HEADS))
     model, half = read_hf_model(folder), max(1, num_gpus // 2)
     machine = Machine("these", (79 if num_gpus else 4) << 30, num_gpus, half, half)
-    form, reward = PromptForm(Prompts("x")), RewardChoice("boxed_math", "boxed")
-    lengths = np.asarray([*range(1, 99), 500, 500])
-    found = Findings(
-        "m", model, count_parameters(model), 20, form, lengths, reward, "f", 9, machine
-    )
+    found = found_of(model, machine, [*range(1, 99), 500, 500])
     found_sizes = choose_sizes(found)
     assert (found_sizes.prompt, found_sizes.num_dropped) == (512, 0)
     text, values, known_to_fit = choose_settings(found, found_sizes)

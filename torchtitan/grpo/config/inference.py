@@ -77,8 +77,10 @@ class Inference:
     """Device of launched servers. ``auto`` uses CUDA if there is a GPU."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Data type of the weights in launched servers. ``auto`` uses float32 on CPU and bfloat16 on
-    CUDA."""
+    """Data type of the weights in launched servers. ``auto`` is bfloat16 on CUDA. On a CPU, it is that in
+    which the trainer computes (``training.mixed_precision_param``) if that is bfloat16 and the CPU
+    multiplies matrices in it at least a third faster than in float32, as is measured at the start;
+    otherwise it is float32."""
 
     tensor_parallel_size: Annotated[
         int,

@@ -193,9 +193,9 @@ class Reward:
     """Reward functions; at least one is required, unless the run uses a teacher, replays
     recorded rollouts, or trains on supervised examples. Each is named
     ``package.module:function`` or ``path/to/file.py:function``, or is built in: ``exact_match``,
-    ``partial_match``, ``boxed_math``, ``think_answer_tags``, ``environment`` or ``agent`` (the reward
-    that ``rollout.environment`` or the program of ``[agent]`` returned), or ``judge``
-    (``[reward.judge]``)."""
+    ``partial_match``, ``last_number``, ``boxed_math``, ``think_answer_tags``, ``environment`` or
+    ``agent`` (the reward that ``rollout.environment`` or the program of ``[agent]`` returned), or
+    ``judge`` (``[reward.judge]``)."""
 
     weights: list[float] = field(default_factory=list)
     """Weight of each function in the sum that is the reward. If it is empty, each function has

@@ -18,6 +18,7 @@ from torchtitan.grpo.inference.kinds import KINDS
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel
 from torchtitan.grpo.system import host_memory
+from torchtitan.grpo.system.cpu_speed import bfloat16_speedup
 from torchtitan.grpo.training.memory_choice import device_bytes, needed_bytes
 from torchtitan.grpo.training.memory_estimate import available_bytes
 from torchtitan.grpo.training.model_spec import parameter_shapes
@@ -32,7 +33,8 @@ _COPIES_ON_HOST, _CACHE_ON_HOST = 4 * 4, 0.15
 class Machine:
     """``num_bytes`` is the memory of a GPU, or what is free of the host's.
 
-    ``python`` is the interpreter of the servers if it is not the trainer's.
+    ``python`` is the interpreter of the servers if it is not the trainer's. ``bfloat16_speedup`` is
+    that of a CPU over float32.
     """
 
     device: str
@@ -42,6 +44,7 @@ class Machine:
     num_servers: int = 1
     kind: ServerKind = "embedded"
     python: str | None = None
+    bfloat16_speedup: float = 1.0
 
     @property
     def on_gpu(self) -> bool:
@@ -68,7 +71,8 @@ def find_machine() -> Machine:
     """Takes half of several GPUs for servers; one GPU, and a CPU, are shared."""
     num_gpus = torch.cuda.device_count()
     if num_gpus == 0:
-        return Machine(f"{os.cpu_count()} CPU cores, no GPU", host_memory.available_bytes())
+        cores, free = f"{os.cpu_count()} CPU cores, no GPU", host_memory.available_bytes()
+        return Machine(cores, free, bfloat16_speedup=bfloat16_speedup())
     device = f"{num_gpus} x {torch.cuda.get_device_name(0)}"
     num_bytes = device_bytes(torch.device("cuda", 0))
     num_servers = max(1, num_gpus // 2)

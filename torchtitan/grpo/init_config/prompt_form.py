@@ -11,7 +11,7 @@ import numpy as np
 from torchtitan.grpo.command_line import ConfigError, refusing
 from torchtitan.grpo.config import Prompts
 from torchtitan.grpo.init_config.columns import Columns, Source
-from torchtitan.grpo.init_config.reward_choice import Form, RewardChoice, opens_answer
+from torchtitan.grpo.init_config.reward_choice import Form, RewardChoice, opens_answer, say_form
 from torchtitan.grpo.rollout.prompts import PromptLimits, PromptSet
 from torchtitan.grpo.rollout.prompts.row_check import sample_rows
 from torchtitan.grpo.rollout.tables import RowError, open_table
@@ -19,10 +19,11 @@ from torchtitan.grpo.rollout.tokenizer import TextCodec
 
 _INSTRUCTIONS: dict[Form, str] = {
     "boxed": "Reason step by step, and write the final answer in \\boxed{}.",
+    "number": "Reason step by step, and write the final answer at the end.",
+    "calculation": "Write the calculation and its result in one line.",
     "alone": "Write the answer alone, without any other text.",
     "free": "",
 }
-_MARKS = ("boxed", "####")  # prompts that have one say already how to answer
 _THINKING = "enable_thinking"
 # Placeholder for a prompt when the chat template is rendered. Templates keep letters as is.
 _MARK = "THEPROMPTOFTHEROW"
@@ -73,8 +74,7 @@ def choose_form(
 
 def _instruction(columns: Columns, reward: RewardChoice) -> str:
     """What prompts must say for the reward, unless they say it already."""
-    num_said = sum(any(mark in str(text) for mark in _MARKS) for text in columns.texts)
-    if 2 * num_said >= len(columns.texts) or (reward.form == "alone" and opens_answer(columns)):
+    if say_form(columns) or (reward.form == "alone" and opens_answer(columns)):
         return ""
     return _INSTRUCTIONS[reward.form]
 

@@ -3,18 +3,23 @@
 
 """Chooses the reward: a built-in one that knows the data's own right answers from wrong ones."""
 
+import statistics
 from dataclasses import dataclass
 from typing import Literal
 
 from torchtitan.grpo.init_config.columns import MOST, Columns
+from torchtitan.grpo.rewards.final_answers import is_number
 from torchtitan.grpo.rewards.reward_loading import load_function
+from torchtitan.grpo.rollout.prompts.prompt_set import num_characters
 
-Form = Literal["boxed", "alone", "free"]
-"""How a completion states its answer: in ``\\boxed{}``, as nothing but the answer, or in a form that
-only the user's own reward knows."""
+Form = Literal["boxed", "number", "calculation", "alone", "free"]
+"""How a completion states its answer: in ``\\boxed{}``, as its last number (``calculation`` if a line is
+enough for that), as nothing but the answer, or in a form that only the user's own reward knows."""
 
 _MISTAKEN = 0.05
 _LONGEST_BARE = 200
+_SHORT_QUESTION = 64  # characters; those of GSM8K have 230
+_MARKS = ("boxed", "####")
 # What the end of a prompt that is to be continued with the bare answer looks like.
 _OPENING = (":", ">", "=", "→")
 
@@ -40,6 +45,17 @@ def opens_answer(columns: Columns) -> bool:
     return sum(ends) >= MOST * len(ends)
 
 
+def say_form(columns: Columns) -> bool:
+    """Whether prompts say already where the answer is to be."""
+    num_said = sum(any(mark in str(text) for mark in _MARKS) for text in columns.texts)
+    return 2 * num_said >= len(columns.texts)
+
+
+def ask_briefly(columns: Columns) -> bool:
+    """Whether the questions are short, as those for sums are."""
+    return statistics.median(map(num_characters, columns.texts)) <= _SHORT_QUESTION
+
+
 def choose_reward(columns: Columns, *, has_template: bool) -> RewardChoice:
     """Tries the built-in rewards on the answers of the first rows, the most telling form first."""
     if columns.answer is None:
@@ -52,6 +68,11 @@ def choose_reward(columns: Columns, *, has_template: bool) -> RewardChoice:
     if sum(is_bare) < MOST * len(is_bare):
         return _none(f"the column {columns.answer!r} holds texts that are too long to be compared")
     if has_template or not opens_answer(columns):
+        are_numbers = all(is_number(answer) for found in answers for answer in found)
+        is_last = are_numbers and not say_form(columns)
+        form: Form = "calculation" if ask_briefly(columns) else "number"
+        if is_last and (found := _judged("last_number", golds, answers, form)):
+            return found
         boxed = [f"\\boxed{{{gold.strip()}}}" for gold in golds]
         if found := _judged("boxed_math", boxed, answers, "boxed"):
             return found

@@ -25,7 +25,7 @@ target_modules  # experts cannot have adapters
 
 [training]
 steps  # {why_steps}
-seq_len  # a prompt and its completion have at most {longest}; rows hold several
+seq_len  # a prompt and its completion have at most {longest}; rows hold {row_holds}
 local_batch_size  # rows: {microbatch:,} tokens in a microbatch
 mixed_precision_param  # {why_dtype}
 

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torchtitan.grpo.rewards.final_answers import ends_in, final_answer, read_expected
 from torchtitan.grpo.rewards.gold_values import right_answers
 from torchtitan.grpo.rewards.math_answers import OutOfTime, same_answer
 
@@ -18,10 +19,6 @@ Completion = str | list[dict[str, str]]
 
 _THINK_ANSWER = re.compile(r"\s*<think>(.*?)</think>\s*<answer>(.*?)</answer>\s*", re.DOTALL)
 _TAGS = ("<think>", "</think>", "<answer>", "</answer>")
-# A box with what it holds, or up to the brace before what it holds.
-_BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|([^\s{$\\]+|\\[A-Za-z]+[^\s$]*))")
-# The last "answer is", "answer:" or "answer =" of a text, and what follows without its full stop.
-_LEAD_IN = re.compile(r".*\banswer\s*(?:is\s*:?|:|=)\s*(\S.*?)\.?\s*", re.DOTALL | re.IGNORECASE)
 
 
 def exact_match(
@@ -62,6 +59,18 @@ def boxed_math(
     the limit of processor time receives ``None``.
     """
     return _best(completions, answer, _equal_answers)
+
+
+def last_number(
+    prompts: Sequence[Any], completions: Sequence[Completion], answer: Sequence[Any], **_: Any
+) -> list[float | None]:
+    """Returns 1 if the last number of the completion equals the expected one, else 0.
+
+    ``79 - 22 = 57.``, ``$57.00`` and ``57%`` end in 57, ``5-3`` in 3, and ``f(x2)`` in none
+    (see :func:`~.final_answers.numbers_in`). The expected answer, any of a list, is read as by
+    `boxed_math`; it is unknown, ``None``, unless it holds one number.
+    """
+    return _best(completions, answer, ends_in)
 
 
 def _best(
@@ -105,6 +114,7 @@ BUILTIN: dict[str, Callable[..., Sequence[float | None]]] = {
     "boxed_math": boxed_math,
     "environment": environment,
     "exact_match": exact_match,
+    "last_number": last_number,
     "partial_match": partial_match,
     "think_answer_tags": think_answer_tags,
 }
@@ -116,46 +126,6 @@ def completion_text(completion: Completion) -> str:
     if isinstance(completion, str):
         return completion
     return "".join(message["content"] for message in completion)
-
-
-def final_answer(text: str) -> str | None:
-    r"""Returns the content of the last ``\boxed{...}``, else the rest of the line after ``####``.
-
-    ``\boxed 5`` and ``\fbox{5}`` are boxes too. Of nested boxes, the inner ``\boxed`` command is
-    removed and its content kept. Returns ``None`` if the text has neither.
-    """
-    last, end, content = None, 0, None
-    for box in _BOX.finditer(text):
-        if last is None or box.start() >= end:
-            last, content = box, box[1] if box[1] is not None else _braced(text, box.end())
-            end = box.end() + len(content or "")
-    if last is not None:
-        return content and re.sub(r"\\(?:boxed|fbox)\s*(?=\{)", "", content)
-    _, mark, rest = text.rpartition("####")
-    lines = rest.strip().splitlines()
-    return lines[0].strip() if mark and lines else None
-
-
-def read_expected(answer: str) -> str:
-    r"""Returns a column's final answer, else what follows "answer is", else the whole text.
-
-    Example: ``She has 6*7.\n#### 42`` and ``The answer is 42.`` give ``42``.
-    """
-    final = final_answer(answer)
-    if final:
-        return final
-    lead_in = _LEAD_IN.fullmatch(answer)
-    return lead_in[1] if lead_in is not None else answer.strip()
-
-
-def _braced(text: str, start: int) -> str | None:
-    """The text from ``start`` to the brace that closes the one before ``start``."""
-    depth = 1
-    for position in range(start, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[position], 0)
-        if depth == 0:
-            return text[start:position].strip()
-    return None
 
 
 def _matching_fraction(text: str, expected: str) -> float:

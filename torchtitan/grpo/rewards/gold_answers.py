@@ -6,7 +6,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from torchtitan.grpo.rewards.builtin import read_expected
+from torchtitan.grpo.rewards.final_answers import expected_number, read_expected
 from torchtitan.grpo.rewards.gold_values import COLUMN, right_answers
 from torchtitan.grpo.types import Prompt
 
@@ -18,6 +18,7 @@ MAX_ROWS = 128
 _SHORTEST: dict[str, Callable[[str], str] | None] = {
     "boxed_math": lambda answer: f"####{read_expected(answer)}",
     "exact_match": str.strip,
+    "last_number": lambda answer: str(expected_number(answer)),
     "partial_match": None,
 }
 

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from torchtitan.grpo.rewards.final_answers import expected_number
 from torchtitan.grpo.workers.channel import PLAIN_DATA, unsendable_column
 
 COLUMN = "answer"
@@ -17,6 +18,7 @@ _REMEDY = "Correct or remove the row, or take another column with prompts.rename
 _COMPARING = (
     "boxed_math",
     "exact_match",
+    "last_number",
     "partial_match",
     "torchtitan.grpo.rewards.gsm8k:hash_answer_exact",
     "torchtitan.grpo.rewards.gsm8k.hash_answer_exact",
@@ -55,7 +57,8 @@ def gold_judge(functions: Sequence[str]) -> Callable[[Mapping[str, Any]], str | 
             return f"{found}. {PLAIN_DATA}"
         if COLUMN not in first[0] or not comparing:
             return None
-        return answer_problem(columns, comparing[0])
+        problems = (answer_problem(columns, function) for function in comparing)
+        return next(filter(None, problems), None)
 
     return judge
 
@@ -68,7 +71,7 @@ def answer_problem(columns: Mapping[str, Any], function: str) -> str | None:
     elements = [_plain(element) for element in value] if isinstance(value, _LISTS) else [value]
     wrong = next(([element] for element in elements if not _texts(element)), [])
     if elements and not wrong:
-        return None
+        return _number_problem(value) if function == "last_number" else None
     what = _describe(wrong[0]) if wrong else "an empty list"
     where = " within a list" if wrong and isinstance(value, _LISTS) else ""
     remedy = _REMEDY
@@ -78,6 +81,16 @@ def answer_problem(columns: Mapping[str, Any], function: str) -> str | None:
     return (
         f"the column {COLUMN!r} is {what}{where}, and {function} compares with it. It must be a text, a "
         f"number, true or false, or a list of those, of which each is a right answer. {remedy}"
+    )
+
+
+def _number_problem(answer: Any) -> str | None:
+    unread = [text for text in right_answers(answer) if expected_number(text) is None]
+    if not unread:
+        return None
+    return (
+        f"the column {COLUMN!r} is {_describe(unread[0])}, and last_number compares with its number. Each "
+        f"right answer must hold one number, such as 57 or $1,234.50. {_REMEDY}"
     )
 
 

@@ -6,6 +6,7 @@ import pytest
 from torchtitan.grpo.rewards.builtin import (
     boxed_math,
     exact_match,
+    last_number,
     partial_match,
     read_expected,
     think_answer_tags,
@@ -52,6 +53,40 @@ def test_expected_answers_are_read_where_they_say_so(answer, expected):
 )  # fmt: skip
 def test_think_answer_tags_wants_the_whole_form(completion, expected):
     assert think_answer_tags(["q"], [completion]) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("completion", "number"),
+    [
+        ("79 - 22 = 57", "57"), ("5-3", "3"), ("5 – 3", "3"), ("(2+5)-4", "4"), ("10%-5%", "5"), ("3 * -4", "-4"),
+        ("It is -5.", "-5"), ("It is −5.", "-5"), ("-$5", "-5"), ("$-5", "-5"), ("x=-3", "-3"),
+        ("So it is 57.", "57"), ("57.\n\n", "57"), ("**57**", "57"), ("\\boxed{57}", "57"), ("so...57", "57"),
+        ("$1,234.50 in all", "1234.5"), ("1{,}234", "1234"), ("€12,345,678", "12345678"), ("1, 2,3", "3"),
+        ("5.0", "5"), ("5", "5.00"), (".5", "0.5"), ("50%", "50"), ("1.5e3", "1500"), ("57km", "57"),
+        ("57, with x2 and y_3", "57"), ("57 for GPT2", "57"), ("57 of version 3.14.15", "3.14"),
+        ("1e9999999", "1"), ("9" * 5000, "9" * 5000),
+    ],
+)  # fmt: skip
+def test_last_number_reads_numbers_as_models_write_them(completion, number):
+    assert last_number(["q"] * 2, [completion] * 2, answer=[number, "77.77"]) == [1.0, 0.0]
+    messages = [{"role": "assistant", "content": completion}]
+    assert last_number(["q"], [messages], answer=[[number, "77.77"]]) == [1.0]
+
+
+@pytest.mark.parametrize("completion", ["", "fifty-seven", "x2", "a_7", "½"])
+def test_a_completion_without_a_number_earns_nothing(completion):
+    assert last_number(["q"], [completion], answer=["2"]) == [0.0]
+
+
+@pytest.mark.parametrize(
+    ("answer", "reward"),
+    [
+        ("So 6*7 = 42.\n#### 42", 1.0), ("The answer is $42.", 1.0), ("\\boxed{42}", 1.0), (42.0, 1.0), ("42 apples", 1.0),
+        (43, 0.0), (["41", "42"], 1.0), ("1/2", None), ("forty-two", None), (None, None), (["43", "none"], None),
+    ],
+)  # fmt: skip
+def test_last_number_compares_with_an_expected_answer_that_holds_one_number(answer, reward):
+    assert last_number(["q"], ["It is 42."], answer=[answer]) == [reward]
 
 
 RAW_ANSWER = (

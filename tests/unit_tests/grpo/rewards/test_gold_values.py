@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow
 import pytest
 
-from torchtitan.grpo.rewards.builtin import boxed_math, exact_match, partial_match
+from torchtitan.grpo.rewards.builtin import boxed_math, exact_match, last_number, partial_match
 from torchtitan.grpo.rewards.gold_answers import Example, unearnable_warning
 from torchtitan.grpo.rewards.gold_values import answer_problem, gold_judge, right_answers
 from torchtitan.grpo.rewards.gsm8k import hash_answer_exact
@@ -36,7 +36,13 @@ REFUSED = [
     (pyarrow.scalar(None), "is null, and"), (1 + 2j, "of type complex"),
 ]  # fmt: skip
 GSM8K = "torchtitan.grpo.rewards.gsm8k"
-COMPARING = ["exact_match", "partial_match", "boxed_math", f"{GSM8K}:hash_answer_exact"]
+COMPARING = [
+    "exact_match",
+    "partial_match",
+    "last_number",
+    "boxed_math",
+    f"{GSM8K}:hash_answer_exact",
+]
 COMPARING += [f"{GSM8K}.hash_answer_exact"]
 
 
@@ -66,7 +72,19 @@ def test_every_row_is_judged_however_late_it_comes(function):
     assert f"is missing, and {function} compares with it" in (judge({}) or "")
 
 
-@pytest.mark.parametrize("function", [exact_match, partial_match, boxed_math, hash_answer_exact])
+@pytest.mark.parametrize(
+    "answer", ["", "forty-two", "x2", "1/2", True, ["42", "none"], [1, "2 or 3"]]
+)
+def test_an_answer_without_one_number_is_refused_for_last_number_alone(answer):
+    assert gold_judge(["boxed_math"])({"answer": answer}) is None
+    for functions in (["last_number"], ["exact_match", "last_number"]):
+        problem = gold_judge(functions)({"answer": answer}) or ""
+        assert "must hold one number, such as 57" in problem and "prompts.rename" in problem
+
+
+@pytest.mark.parametrize(
+    "function", [exact_match, partial_match, last_number, boxed_math, hash_answer_exact]
+)
 @pytest.mark.parametrize(
     "value", [None, math.nan, [], {}, {"a": 1}, [None], pyarrow.scalar(None)], ids=str
 )
@@ -114,6 +132,8 @@ def test_an_answer_longer_than_the_longest_completion_is_reported():
     # The mark before the answer counts.
     assert unearnable("boxed_math", ["So it is.\n#### 12"]) is None
     assert unearnable("boxed_math", ["123"]) is not None
+    assert unearnable("last_number", ["It is 123,456."]) is None
+    assert unearnable("last_number", ["1234567"]) is not None
 
 
 def test_what_can_be_earned_in_part_or_by_an_own_rule_is_not_reported():

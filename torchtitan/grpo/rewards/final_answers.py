@@ -1,0 +1,87 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+r"""Finds the final answer of a text: in a ``\boxed{...}``, after a mark, or as its last number."""
+
+import re
+from decimal import Decimal
+
+# A box with what it holds, or up to the brace before what it holds.
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|([^\s{$\\]+|\\[A-Za-z]+[^\s$]*))")
+# The last "answer is", "answer:" or "answer =" of a text, and what follows without its full stop.
+_LEAD_IN = re.compile(r".*\banswer\s*(?:is\s*:?|:|=)\s*(\S.*?)\.?\s*", re.DOTALL | re.IGNORECASE)
+_NUMBER = re.compile(
+    r"(?:(?<![\w)\]}%])(?P<minus>[-−]))?[$€£]?"
+    r"(?P<digits>(?:(?<!\w)(?<!\d\.)(?:\d{1,3}(?:\{?,\}?\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![\w.])\.\d+)"
+    r"(?:[eE][-+]?\d{1,3}(?!\w))?)"
+)
+
+
+def final_answer(text: str) -> str | None:
+    r"""Returns the content of the last ``\boxed{...}``, else the rest of the line after ``####``.
+
+    ``\boxed 5`` and ``\fbox{5}`` are boxes too. Of nested boxes, the inner ``\boxed`` command is
+    removed and its content kept. Returns ``None`` if the text has neither.
+    """
+    last, end, content = None, 0, None
+    for box in _BOX.finditer(text):
+        if last is None or box.start() >= end:
+            last, content = box, box[1] if box[1] is not None else _braced(text, box.end())
+            end = box.end() + len(content or "")
+    if last is not None:
+        return content and re.sub(r"\\(?:boxed|fbox)\s*(?=\{)", "", content)
+    _, mark, rest = text.rpartition("####")
+    lines = rest.strip().splitlines()
+    return lines[0].strip() if mark and lines else None
+
+
+def read_expected(answer: str) -> str:
+    r"""Returns a column's final answer, else what follows "answer is", else the whole text.
+
+    Example: ``She has 6*7.\n#### 42`` and ``The answer is 42.`` give ``42``.
+    """
+    final = final_answer(answer)
+    if final:
+        return final
+    lead_in = _LEAD_IN.fullmatch(answer)
+    return lead_in[1] if lead_in is not None else answer.strip()
+
+
+def _braced(text: str, start: int) -> str | None:
+    """The text from ``start`` to the brace that closes the one before ``start``."""
+    depth = 1
+    for position in range(start, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[position], 0)
+        if depth == 0:
+            return text[start:position].strip()
+    return None
+
+
+def numbers_in(text: str) -> list[Decimal]:
+    """Returns the numbers of a text, in order, such as -1234.5 for ``-$1,234.50``.
+
+    Commas may separate thousands. A minus directly before a number belongs to it, unless it follows a
+    letter, a digit, a percent sign or a closing bracket, as in ``5-3``. Digits directly after a letter,
+    as in ``x2``, are no number; before one, as in ``57km``, they are. ``1/2`` has two numbers.
+    """
+    return [
+        Decimal("-" * bool(found["minus"]) + re.sub("[{,}]", "", found["digits"]))
+        for found in _NUMBER.finditer(text)
+    ]
+
+
+def expected_number(answer: str) -> Decimal | None:
+    """Returns the number of an expected answer, or ``None`` if it has none, or several."""
+    numbers = numbers_in(read_expected(answer))
+    return numbers[0] if len(numbers) == 1 else None
+
+
+def ends_in(text: str, expected: str) -> float | None:
+    """Returns 1 if the last number of the text is that of the expected answer, else 0."""
+    wanted = expected_number(expected)
+    return None if wanted is None else float(numbers_in(text)[-1:] == [wanted])
+
+
+def is_number(answer: str) -> bool:
+    """Returns whether an expected answer is a number, without words or units but ``$`` and ``%``."""
+    return _NUMBER.fullmatch(read_expected(answer).rstrip("%.")) is not None
