@@ -1,0 +1,64 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Draws the rewards and held-out scores of several runs into one picture, such as one for each seed.
+
+    python scripts/draw_runs.py outputs/seed0 outputs/seed1 --title "..." --output curve.png
+
+It reads metrics.jsonl and evaluations.jsonl of each folder. A run's reward is shown as a running mean.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import numpy as np
+
+WINDOW = 5
+"""Number of steps over which a reward is averaged."""
+
+
+def read(file: Path, name: str) -> tuple[list[int], list[float]]:
+    """Returns the steps of a JSONL file that have the metric ``name``, and its values."""
+    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    rows = [row for row in rows if row.get(name) is not None]
+    return [row["step"] for row in rows], [row[name] for row in rows]
+
+
+def draw(folders: list[Path], title: str, output: Path) -> None:
+    figure, axes = plt.subplots(figsize=(7, 3.6), layout="constrained")
+    for number, folder in enumerate(folders):
+        color = f"C{number}"
+        steps, rewards = read(folder / "metrics.jsonl", "reward/mean")
+        means = [np.mean(rewards[max(0, i + 1 - WINDOW) : i + 1]) for i in range(len(rewards))]
+        axes.plot(steps, means, color=color, linewidth=1, alpha=0.6)
+        evaluations = folder / "evaluations.jsonl"
+        for name in _set_names(evaluations):
+            scores = read(evaluations, f"evaluation/{name}/score")
+            axes.plot(*scores, "o-", color=color, markersize=4, label=f"{folder.name}: {name}")
+    axes.set(xlabel="step", ylabel="score", ylim=(0, 1.02), title=title)
+    axes.grid(alpha=0.3)
+    axes.legend(title=f"points: held out; lines: reward, mean of {WINDOW} steps", fontsize=8)
+    figure.savefig(output, dpi=120)
+
+
+def _set_names(file: Path) -> list[str]:
+    first = json.loads(file.read_text(encoding="utf-8").splitlines()[0])
+    return [key.split("/")[1] for key in first if key.count("/") == 2 and key.endswith("/score")]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Draw several runs into one picture.")
+    parser.add_argument("folders", type=Path, nargs="+", help="output folders of runs")
+    parser.add_argument("--title", default="")
+    parser.add_argument("--output", type=Path, required=True)
+    options = parser.parse_args()
+    draw(options.folders, options.title, options.output)
+
+
+if __name__ == "__main__":
+    main()
