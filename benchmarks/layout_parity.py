@@ -9,8 +9,8 @@ The benchmark trains tiny Llama 3, Qwen2, Qwen3 and Qwen3-MoE models in float32 
 steps on one recorded batch, in one process and under each layout (gloo, up to 8 ranks). The
 loss includes the correction for sampling-time logprobs, the KL penalty and the entropy bonus.
 The benchmark compares the loss and the gradient norm of each SGD step, every gradient tensor of
-the first step (norm of the difference over norm), every parameter after the third step, the
-copies of a parameter that several ranks hold, and the loss of the third AdamW step. Some layouts
+the first step (norm of the difference over norm), every parameter and every exported weight after
+the third step, the copies of a parameter that several ranks hold, and the loss of the third AdamW step. Some layouts
 take four optimizer steps for each batch, with the KL penalty in the reward and a moving
 reference model. Others train a critic, whose gradients and parameters are compared as well.
 
@@ -18,7 +18,9 @@ By default each kind of layout is run for at least one model, which takes about 
 two cores. ``--quick`` leaves out the layouts of 8 ranks, compiled models, activation
 checkpointing and several updates per batch. ``--all`` runs every layout, which takes about 40
 minutes. ``--only TEXT`` runs the layouts whose name contains the text, and their baselines.
-``--model NAME`` runs the layouts of one model. The benchmark prints one row for each layout, and
+``--model NAME`` runs the layouts of one model. ``--model DIRECTORY`` runs a real model, such as
+that of `scripts/get_smollm2.sh`, under layouts of its own, on completions that it samples; for
+SmolLM2-135M this needs 12 GiB of memory and 10 GB of disk. The benchmark prints one row for each layout, and
 exits with status 1 if a layout differs. With ``--json`` the last line is a JSON object.
 """
 
@@ -33,19 +35,22 @@ from typing import Any
 
 import numpy as np
 import torch
-from layouts import ALSO_BY_DEFAULT, Layout, layouts_of
+from layouts import ALSO_BY_DEFAULT, REAL, Layout, layouts_of
 from ranks import run_ranks
+from real_model import SETTINGS, sampled_groups
+from replay_settings import rollout
 from safetensors.torch import load_file, save_file
 
 from torchtitan.grpo.data.record import RolloutRecorder
-from torchtitan.grpo.types import PromptProgress, Rollout, RolloutGroup, VersionSegment
+from torchtitan.grpo.types import PromptProgress, RolloutGroup
 
 TOLERANCE = 1e-5
 ADAMW_LOSS_TOLERANCE = 1e-4
-TIMEOUT_SECONDS = 1500
+TIMEOUT_SECONDS = 5400  # only ends ranks that hang: a busy machine is several times slower
 # Starting ranks is slow, but the process groups of each layout and their threads stay until the
 # ranks end.
 JOBS_PER_START = 6
+TENSORS = ("gradients", "parameters", "exported")
 SEQ_LEN = 96
 VOCAB_SIZE = 131  # not divisible by the degrees of tensor parallelism
 
@@ -95,17 +100,21 @@ def make_models(folder: Path) -> dict[str, Path]:
         for name, parameter in models["qwen2"].named_parameters():
             if name.endswith(".bias"):  # transformers initializes biases to zero
                 parameter.normal_(std=0.1)
-    for name, model in models.items():
-        model.float().save_pretrained(folder / name)
-        # The reference is another model. Otherwise the KL divergence would be 0.
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter += 0.01 * torch.randn_like(parameter)
-        model.save_pretrained(folder / f"{name}-reference")
-        # A critic is this model with a head. With a head of 0, its blocks would have no gradient.
-        model.save_pretrained(folder / f"{name}-critic")
-        add_score(folder / f"{name}-critic", shape["hidden_size"])
-    return {name: folder / name for name in models}
+    return {name: save_models(model, folder / name, noise=0.01) for name, model in models.items()}
+
+
+def save_models(model: Any, folder: Path, noise: float) -> Path:
+    """Writes a model, and beside it a reference and a critic, whose parameters have noise."""
+    model.float().save_pretrained(folder)
+    # The reference is another model. Otherwise the KL divergence would be 0.
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += noise * torch.randn_like(parameter)
+    model.save_pretrained(f"{folder}-reference")
+    # A critic is this model with a head. With a head of 0, its blocks would have no gradient.
+    model.save_pretrained(f"{folder}-critic")
+    add_score(Path(f"{folder}-critic"), model.config.hidden_size)
+    return folder
 
 
 def add_score(folder: Path, dim: int) -> None:
@@ -115,8 +124,8 @@ def add_score(folder: Path, dim: int) -> None:
     save_file(load_file(file) | head, file, {"format": "pt"})
 
 
-def record_batch(file: Path, steps: int) -> None:
-    """Records random rollouts whose lengths fill rows unevenly. Each step has the same batch."""
+def random_groups() -> list[RolloutGroup]:
+    """Makes random rollouts whose lengths fill rows unevenly."""
     random = np.random.default_rng(0)
     groups = []
     for group_id in range(6):
@@ -126,49 +135,76 @@ def record_batch(file: Path, steps: int) -> None:
             length = int(random.integers(1, 40))
             # About the logprobs of a random model, so that some importance weights are truncated.
             logprobs = random.normal(-np.log(VOCAB_SIZE), 0.8, length).astype(np.float32)
-            rollouts.append(
-                Rollout(
-                    prompt_ids=prompt,
-                    token_ids=random.integers(1, VOCAB_SIZE, length).astype(np.int32),
-                    logprobs=logprobs,
-                    segments=(VersionSegment(0, 0, length),),
-                    finish_reason="stop",
-                    completion="",
-                    reward=float(random.normal()),
-                )
-            )
+            tokens = random.integers(1, VOCAB_SIZE, length).astype(np.int32)
+            rollouts.append(rollout(prompt, tokens, logprobs, 0, float(random.normal())))
         groups.append(RolloutGroup(group_id, "", tuple(rollouts), "http://127.0.0.1:1"))
-    recorder = RolloutRecorder(str(file), VOCAB_SIZE, 1.0, 0)
+    return groups
+
+
+def record_batch(
+    file: Path,
+    steps: int,
+    groups: list[RolloutGroup] | None = None,
+    vocab_size: int = VOCAB_SIZE,
+) -> None:
+    """Records the same batch for each step; of random rollouts, if no groups are given."""
+    groups = groups or random_groups()
+    recorder = RolloutRecorder(str(file), vocab_size, 1.0, 0)
     for version in range(steps):
         recorder.write(version, PromptProgress(len(groups) * (version + 1)), groups)
     recorder.close()
 
 
+def prepare_real_model(source: Path, folder: Path) -> Path:
+    """Writes copies of a model in float32, and a batch that it samples."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    groups = sampled_groups(model, AutoTokenizer.from_pretrained(source))
+    record_batch(folder / "batch.jsonl", 3, groups, model.config.vocab_size)
+    torch.manual_seed(0)
+    return save_models(model, folder / REAL, noise=0.001)
+
+
 def run_layouts(
-    layouts: dict[str, list[Layout]], models: dict[str, Path], batch: Path, folder: Path
-) -> dict[tuple[str, str], dict[str, Any]]:
-    """Runs the layouts of each model. Layouts with the same number of ranks share a start."""
-    results = {}
+    layouts: dict[str, list[Layout]],
+    models: dict[str, Path],
+    batch: Path,
+    folder: Path,
+    more: dict[str, Any],
+) -> dict[tuple[str, str], dict[str, float]]:
+    """Runs the layouts of each model; returns the differences of each from its baseline.
+
+    ``more`` are settings. Layouts with the same number of ranks share a start. A baseline comes before what it is compared with.
+    """
+    figures, baselines = {}, {}
     for ranks in sorted({layout.ranks for some in layouts.values() for layout in some}):
         jobs, keys = [], []
         for model, some in layouts.items():
             for layout in some:
                 if layout.ranks == ranks:
                     out = folder / f"{model}-{len(keys)}-{ranks}.pt"
-                    keys.append(((model, layout.name), out))
-                    jobs.append(
-                        {"out": str(out), "args": _arguments(layout, models[model], batch, folder)}
-                    )
+                    keys.append((model, layout, out))
+                    arguments = _arguments(layout, models[model], batch, folder, more)
+                    jobs.append({"out": str(out), "args": arguments})
         for begin in range(0, len(jobs), JOBS_PER_START):
             file = folder / f"jobs-{ranks}-{begin}.json"
             file.write_text(json.dumps(jobs[begin : begin + JOBS_PER_START]))
             run_ranks(ranks, "layout_run.py", file, timeout_seconds=TIMEOUT_SECONDS)
-        for key, out in keys:
-            results[key] = torch.load(out)
-    return results
+            for model, layout, out in keys[begin : begin + JOBS_PER_START]:
+                result = torch.load(out, mmap=True)  # the tensors of a real model stay in the file
+                if layout.name == layout.baseline:
+                    baselines[model, layout.name] = result
+                else:
+                    out.unlink()
+                expected = baselines[model, layout.baseline]
+                figures[model, layout.name] = compare(result, expected)
+    return figures
 
 
-def _arguments(layout: Layout, model: Path, batch: Path, folder: Path) -> list[str]:
+def _arguments(
+    layout: Layout, model: Path, batch: Path, folder: Path, more: dict[str, Any]
+) -> list[str]:
     settings = {
         "job.dump_folder": folder / "dump",
         "job.overwrite": True,
@@ -200,6 +236,9 @@ def _arguments(layout: Layout, model: Path, batch: Path, folder: Path) -> list[s
         "observe.samples_per_step": 0,
         "debug.seed": 0,
     }
+    settings |= more
+    if "lora" in layout.settings:
+        del settings["grpo.ref_model_path"]  # the base model is the reference
     if layout.settings.get("advantage") == "gae":
         settings |= {"critic.path": f"{model}-critic", "critic.lr": 1e-3, "critic.gamma": 0.97}
     plain = [text for key, value in settings.items() for text in (f"--{key}", str(value))]
@@ -212,8 +251,7 @@ def compare(result: dict[str, Any], expected: dict[str, Any]) -> dict[str, float
     return {
         "loss": _largest(zip(sgd["losses"], sgd_expected["losses"], strict=True)),
         "grad_norm": _largest(zip(sgd["grad_norms"], sgd_expected["grad_norms"], strict=True)),
-        "gradients": _farthest(sgd["gradients"], sgd_expected["gradients"]),
-        "parameters": _farthest(sgd["parameters"], sgd_expected["parameters"]),
+        **{kind: _farthest(sgd[kind], sgd_expected[kind]) for kind in TENSORS},
         "replicas": max(run["spread"] for run in result.values()),
         "adamw_loss": _largest([(result["adamw"]["losses"][-1], expected["adamw"]["losses"][-1])]),
     }
@@ -227,11 +265,13 @@ def _largest(pairs: Iterable[tuple[float, float]]) -> float:
 def _farthest(tensors: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
     if set(tensors) != set(expected):
         return float("inf")
-    distances = [
-        ((tensors[name].double() - e.double()).norm() / e.double().norm()).item()
-        for name, e in expected.items()
-    ]
-    return float(np.max(distances))
+    return float(np.max([_distance(tensors[name], e) for name, e in expected.items()]))
+
+
+def _distance(tensor: torch.Tensor, expected: torch.Tensor) -> float:
+    distance = (tensor.double() - expected.double()).norm()
+    # One half of the adapters has no gradient in the first step, because the other half is zero.
+    return (distance / expected.double().norm() if distance else distance).item()
 
 
 def holds(figures: dict[str, float]) -> bool:
@@ -252,30 +292,40 @@ def add_choice(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def known_model(text: str) -> str | Path:
+    if text in ALSO_BY_DEFAULT:
+        return text
+    if (Path(text) / "config.json").is_file():
+        return Path(text)
+    raise argparse.ArgumentTypeError(
+        f"must be {', '.join(ALSO_BY_DEFAULT)}, or a directory with config.json, got {text}"
+    )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", action="store_true", help="the last line is a JSON object")
     add_choice(parser)
     parser.add_argument("--only", metavar="TEXT", help="layouts whose name contains this text")
-    parser.add_argument("--model", choices=ALSO_BY_DEFAULT, help="layouts of this model")
+    parser.add_argument("--model", type=known_model, help="one of the models, or a directory")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        models, batch = make_models(folder), folder / "batch.jsonl"
-        record_batch(batch, steps=3)
+        batch = folder / "batch.jsonl"
+        if isinstance(options.model, Path):
+            models, more = {REAL: prepare_real_model(options.model, folder)}, SETTINGS
+        else:
+            models, more = make_models(folder), {}
+            record_batch(batch, steps=3)
         layouts = {
             model: layouts_of(model, options.choice, options.only)
             for model in models
-            if options.model in (None, model)
+            if options.model in (None, model) or model == REAL
         }
-        results = run_layouts(layouts, models, batch, folder)
-    baselines = {
-        (m, layout.name): layout.baseline for m, some in layouts.items() for layout in some
-    }
-    rows = {key: compare(r, results[key[0], baselines[key]]) for key, r in results.items()}
+        rows = run_layouts(layouts, models, batch, folder, more)
     print(
-        f"{'model':10}{'layout':46}{'ranks':>5}  loss     grad norm gradients params   replicas "
-        "AdamW loss"
+        f"{'model':10}{'layout':46}{'ranks':>5}  loss     grad norm gradients params   exported  "
+        "replicas AdamW loss"
     )
     for (model, name), figures in rows.items():
         ranks = next(layout.ranks for layout in layouts[model] if layout.name == name)

@@ -30,6 +30,7 @@ from torchtitan.grpo.config_manager import load_config
 from torchtitan.grpo.entry import leave
 from torchtitan.grpo.losses.objective import batch_loss_metrics
 from torchtitan.grpo.models.hf_config import read_hf_model
+from torchtitan.grpo.models.hf_weights import full_hf_tensors
 from torchtitan.grpo.models.shards import named_parameters
 from torchtitan.grpo.observe.console import init_console
 from torchtitan.grpo.system.rank_channel import RankChannel
@@ -38,7 +39,7 @@ from torchtitan.grpo.upstream.trainer import OptimizersContainer
 from torchtitan.grpo.upstream.trainer import train_spec as train_specs
 from torchtitan.grpo_train import GRPOTrainer
 
-SGD_LEARNING_RATE = 0.05
+SGD_FACTOR = 50  # the learning rate of SGD, relative to that of AdamW
 
 
 class WatchedTrainer(GRPOTrainer):
@@ -48,35 +49,33 @@ class WatchedTrainer(GRPOTrainer):
         super().__init__(*args)
         self.losses: list[float] = []
         self.grad_norms: list[float] = []
-        self.gradients: dict[str, torch.Tensor] = {}
+        self.gradients: dict[str, torch.Tensor] | None = None
         self.spread = 0.0
         self.use_sgd = use_sgd
         if use_sgd:
-            self.optimizers = OptimizersContainer(
-                self.model_parts, torch.optim.SGD, {"lr": SGD_LEARNING_RATE}
-            )
+            sgd = {"lr": SGD_FACTOR * self.config.optimizer.lr}
+            self.optimizers = OptimizersContainer(self.model_parts, torch.optim.SGD, sgd)
             self.learner = replace(self.learner, optimizers=self.optimizers)
             if (critic := self.learner.critic) is not None:
-                critic.optimizers = OptimizersContainer(
-                    critic.parts, torch.optim.SGD, {"lr": SGD_LEARNING_RATE}
-                )
+                critic.optimizers = OptimizersContainer(critic.parts, torch.optim.SGD, sgd)
         step, self.optimizers.step = self.optimizers.step, self._watched_step
         self._optimizer_step = step
 
     def _watched_step(self) -> None:
-        if self.use_sgd and not self.gradients:
+        if self.use_sgd and self.gradients is None:
             gradients = {}
             for name, parameter in self._trained():
                 assert parameter.grad is not None, name
-                gradients[name] = whole(parameter.grad)
+                gradients[name] = parameter.grad
             self.gradients, self.spread = merged(gradients)
         self._optimizer_step()
 
     def _trained(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from named_parameters(self.model_parts)
-        if self.learner.critic is not None:
-            for name, parameter in named_parameters(self.learner.critic.parts):
-                yield f"critic.{name}", parameter
+        critic = [] if self.learner.critic is None else self.learner.critic.parts
+        for prefix, parts in (("", self.model_parts), ("critic.", critic)):
+            for name, parameter in named_parameters(parts):
+                if parameter.requires_grad:
+                    yield prefix + name, parameter
 
     def _log_step(self, learned, learning_rate) -> None:
         super()._log_step(learned, learning_rate)
@@ -89,14 +88,19 @@ class WatchedTrainer(GRPOTrainer):
         """Does nothing: no model is exported."""
 
     def result(self) -> dict[str, Any]:
-        named = {name: whole(parameter.detach()) for name, parameter in self._trained()}
-        parameters, spread = merged(named)
-        return {
+        parameters, spread = merged({name: p.detach() for name, p in self._trained()})
+        values = {
             "losses": self.losses,
             "grad_norms": self.grad_norms,
+            "spread": max(spread, self.spread),
+        }
+        if not self.use_sgd:
+            return values
+        exported = full_hf_tensors(self.model_parts, self.sd_adapter, torch.float32)
+        return values | {
             "gradients": self.gradients,
             "parameters": parameters,
-            "spread": max(spread, self.spread),
+            "exported": {name: tensor.cpu().clone() for name, tensor in exported},
         }
 
 
@@ -105,20 +109,27 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def merged(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], float]:
-    """Returns the tensors of all ranks, and the largest relative difference of their copies.
+    """Returns the whole tensors of all ranks, and the largest relative difference of their copies.
 
-    Pipeline stages hold different tensors. Replicas and tensor-parallel ranks hold copies of the
-    same tensors, which stay equal only because the ranks compute the same.
+    Collective. Only rank 0 keeps tensors. Pipeline stages hold different tensors. Replicas and
+    tensor-parallel ranks hold copies of the same tensors, which stay equal only because the ranks
+    compute the same.
     """
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, tensors)
+    names: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(names, list(tensors))
     everything: dict[str, torch.Tensor] = {}
     spread = 0.0
-    for part in gathered:
-        for name, tensor in part.items():
-            first = everything.setdefault(name, tensor).double()
-            distance = (tensor.double() - first).norm() / first.norm()
-            spread = max(spread, distance.nan_to_num(float("inf")).item())
+    for name in sorted(set().union(*names)):
+        copies: list[Any] = [None] * dist.get_world_size()
+        # One tensor at a time, because a real model would fill the memory.
+        dist.all_gather_object(copies, whole(tensors[name]) if name in tensors else None)
+        first, *others = (copy for copy in copies if copy is not None)
+        for other in others:
+            distance = (other.double() - first.double()).norm()
+            relative = distance / first.double().norm() if distance else distance
+            spread = max(spread, relative.nan_to_num(float("inf")).item())
+        if dist.get_rank() == 0:
+            everything[name] = first
     return everything, spread
 
 

@@ -52,6 +52,7 @@ class Layout:
             "optimizer": "optimizer.name",
             "muon_dtype": "optimizer.muon_dtype",
             "separate": "prompts.no-share-contexts",
+            "lora": "lora.rank",
         }
         arguments = []
         for key, value in ({"shard": 1} | self.settings).items():
@@ -214,6 +215,24 @@ MOE_LAYOUTS = [
     Layout("PP x2, ZBVZeroBubble, FSDP2 x2, EP x2", 4, {"shard": 2, "ep": 2, "pp": 2, "schedule": "ZBVZeroBubble"}),
 ]  # fmt: skip
 
+REAL = "real"
+"""Name of the model of a directory. The one for which its layouts are made has 3 heads of keys and values."""
+ADAPTED = "one process, LoRA"
+LORA = {"lora": 8}
+REAL_LAYOUTS = [
+    Layout("one process", 1, {}),
+    Layout("one process, separate prompts", 1, SEPARATE),
+    Layout(ADAPTED, 1, LORA, False, ADAPTED),
+    Layout(PPO, 1, WITH_CRITIC, False, PPO),
+    Layout("FSDP2 x2 (ZeRO-3)", 2, {"shard": 2, "reshard": "always"}),
+    Layout("PP x2, InterleavedZeroBubble", 2, {"pp": 2, "schedule": "InterleavedZeroBubble"}),
+    Layout("PP x2, ZBVZeroBubble", 2, {"pp": 2, "schedule": "ZBVZeroBubble"}),
+    Layout("FSDP2 x2, LoRA", 2, {"shard": 2} | LORA, False, ADAPTED),
+    Layout("TP x3", 3, {"tp": 3}),
+    Layout("TP x3, LoRA", 3, {"tp": 3} | LORA, False, ADAPTED),
+    Layout("TP x3, critic", 3, {"tp": 3} | WITH_CRITIC, False, PPO),
+]
+
 
 # By default a model is also run under these layouts, so that each kind of layout is run once.
 ALSO_BY_DEFAULT = {
@@ -252,10 +271,10 @@ QUICK = {
 def layouts_of(model: str, choice: Choice, only: str | None = None) -> list[Layout]:
     """Returns the layouts under which a model is run.
 
-    Mixtures of experts have layouts of their own. Qwen2 is run for its tied embeddings, which only
+    Mixtures of experts and real models have layouts of their own. Qwen2 is run for its tied embeddings, which only
     pipelines treat differently, so other layouts of Qwen2 are left out.
     """
-    layouts = MOE_LAYOUTS if model == "qwen3_moe" else LAYOUTS
+    layouts = {"qwen3_moe": MOE_LAYOUTS, REAL: REAL_LAYOUTS}.get(model, LAYOUTS)
     if model == "qwen2":
         baselines = {layout.baseline for layout in layouts}
         layouts = [x for x in layouts if "pp" in x.settings or x.name in baselines]
@@ -263,6 +282,8 @@ def layouts_of(model: str, choice: Choice, only: str | None = None) -> list[Layo
         found = [layout for layout in layouts if only in layout.name]
         baselines = {layout.baseline for layout in found}
         return [layout for layout in layouts if layout in found or layout.name in baselines]
+    if model == REAL:
+        return layouts
     if choice == "quick" and model in QUICK:
         return [layout for layout in layouts if layout.name in QUICK[model]]
     names = ALSO_BY_DEFAULT[model] if choice == "default" else ()

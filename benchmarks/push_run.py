@@ -30,7 +30,6 @@ from safetensors.torch import load_file
 from torchtitan.grpo.config_checks import check_model
 from torchtitan.grpo.config_manager import load_config
 from torchtitan.grpo.entry import leave
-from torchtitan.grpo.inference.embedded.weights import tensor_sha256
 from torchtitan.grpo.models.hf_config import read_hf_model
 from torchtitan.grpo.models.hf_weights import full_hf_tensors
 from torchtitan.grpo.models.shards import local_tensor, named_parameters
@@ -44,6 +43,7 @@ from torchtitan.grpo.weight_sync.gather import agree_on_push
 from torchtitan.grpo.weight_sync.plan import families_of
 from torchtitan.grpo.weight_sync.publisher import WeightPublisher
 from torchtitan.grpo.weight_sync.slot_layout import PushPlan
+from torchtitan.grpo.weight_wire.checksum import tensor_checksum
 from torchtitan.grpo_train import GRPOTrainer
 
 PUSH_SECONDS = 120.0
@@ -147,7 +147,7 @@ class Layout:
 
     def _publish(
         self, publisher: WeightPublisher, version: int, wire: torch.dtype
-    ) -> dict[str, dict[str, str]]:
+    ) -> dict[str, dict[str, int]]:
         """Publishes new weights, while rank 0 computes the checksums that the server must report."""
         trainer = self.trainer
         slot = torch.tensor(publisher.reserve_slot() if self.is_leader else 0)
@@ -161,11 +161,11 @@ class Layout:
         publisher.publish(version, int(slot))
         # The training thread runs collectives while those of the publisher are under way.
         exported = full_hf_tensors(trainer.model_parts, trainer.sd_adapter, torch.float32)
-        export = {name: served_sha256(tensor, wire) for name, tensor in exported}
-        of_file = {name: served_sha256(tensor, wire) for name, tensor in self.of_file.items()}
+        export = {name: served_checksum(tensor, wire) for name, tensor in exported}
+        of_file = {name: served_checksum(tensor, wire) for name, tensor in self.of_file.items()}
         return {"the export": export, "the file": of_file}
 
-    def _compare(self, expected: dict[str, dict[str, str]], version: int, wire: str) -> None:
+    def _compare(self, expected: dict[str, dict[str, int]], version: int, wire: str) -> None:
         num_groups = len(ask(self.url, "/server_info")["weight_groups"])
         if num_groups != len(self.sources):
             self.problems.append(
@@ -191,9 +191,9 @@ class Layout:
         }
 
 
-def served_sha256(tensor: torch.Tensor, wire: torch.dtype) -> str:
-    """Returns the SHA-256 that a float32 server has for a tensor after the transfer."""
-    return tensor_sha256(tensor.to(wire).to(torch.float32))
+def served_checksum(tensor: torch.Tensor, wire: torch.dtype) -> int:
+    """Returns the checksum that a float32 server has for a tensor after the transfer."""
+    return tensor_checksum(tensor.to(wire).to(torch.float32))
 
 
 def ask(url: str, route: str, **body: Any) -> Any:

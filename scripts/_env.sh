@@ -13,6 +13,7 @@ TORCHVISION_VERSION=0.28.0
 TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
 VLLM_VERSION=0.32.0
 SGLANG_VERSION=0.5.23
+TRL_VERSION=1.16.0
 
 # Without bytecode files, a server would spend a minute compiling its sources at each start.
 unset PYTHONDONTWRITEBYTECODE

@@ -12,6 +12,7 @@
 #   vllm.txt, vllm-cpu.txt         .venv-vllm with a GPU (torch included), and without one
 #   sglang.txt, sglang-cpu.txt     .venv-sglang, likewise
 #   clients.txt                    .venv-clients
+#   trl.txt                        .venv-trl, without torch
 #
 # torch-cpu.txt, with the CPU build of torch, is written by hand; the file says how.
 
@@ -84,3 +85,7 @@ printf '%s\n' "sglang==$SGLANG_VERSION" "torchvision==$TORCHVISION_VERSION" \
 cp requirements/clients.txt "$WORK/clients.txt" 2>/dev/null || true
 compile "$WORK/clients.txt" requirements/clients.in
 write clients.txt <"$WORK/clients.txt"
+
+cp requirements/trl.txt "$WORK/trl.txt" 2>/dev/null || true
+echo "trl==$TRL_VERSION" | compile "$WORK/trl.txt" "$WORK/torch.in" -
+select_packages without "$CUDA|triton" <"$WORK/trl.txt" | write trl.txt # torch's CPU build does not need triton

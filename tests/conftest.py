@@ -7,6 +7,7 @@ import inspect
 import json
 import logging
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -70,6 +71,21 @@ def made_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         return folder
 
     return find
+
+
+@pytest.fixture(scope="session")
+def smollm2(made_once: Callable[..., Path]) -> Path:
+    """Directory of SmolLM2-135M-Instruct in float32, in a folder of the checkout that later runs find again."""
+
+    def get(_: Path) -> None:
+        command = ["bash", REPOSITORY / "scripts/get_smollm2.sh"]
+        # With a GPU, the script would replace an environment for CPUs while its tests run.
+        environ = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    made_once("smollm2", get)
+    return REPOSITORY / "assets/smollm2/model"
 
 
 @pytest.fixture

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from tokenizers import Tokenizer, models
 
-from torchtitan.grpo.inference.embedded.weights import tensor_sha256
 from torchtitan.grpo.system.child import start_child
 from torchtitan.grpo.system.light_start import LIGHT_PYTHON
+from torchtitan.grpo.weight_wire.checksum import tensor_checksum
 from torchtitan.grpo.weight_wire.process_group import create_weight_group, destroy_weight_group
 from torchtitan.grpo.weight_wire.transfer_messages import WeightGroupInfo
 
@@ -128,12 +128,12 @@ async def assert_serves(client: Client, model: Any, prompt: list[int]) -> dict[s
     return answer
 
 
-async def checksums(client: Client) -> dict[str, str]:
+async def checksums(client: Client) -> dict[str, int]:
     return (await client.post("/weights_checker", action="checksum"))["ranks"][0]["checksums"]
 
 
-def checksums_of(tensors: Tensors) -> dict[str, str]:
-    return {name: tensor_sha256(tensor) for name, tensor in tensors.items()}
+def checksums_of(tensors: Tensors) -> dict[str, int]:
+    return {name: tensor_checksum(tensor) for name, tensor in tensors.items()}
 
 
 class Trainer:

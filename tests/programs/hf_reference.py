@@ -20,9 +20,12 @@ ARGUMENTS = {
 """For programs that make rows of them."""
 
 
-def reference(model: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def reference(
+    model: Any, sequences: list[list[int]] = SEQUENCES, prompts: list[int] = PROMPTS
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Returns the logprobs of all tokens behind prompts, and the gradients of their sum."""
     logprobs = []
-    for ids, num_prompt in zip(SEQUENCES, PROMPTS, strict=True):
+    for ids, num_prompt in zip(sequences, prompts, strict=True):
         logits = model(torch.tensor([ids])).logits[0, :-1]
         picked = logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
         logprobs.append(picked[num_prompt - 1 :])

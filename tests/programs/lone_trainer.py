@@ -20,7 +20,6 @@ from torchtitan.grpo.system.device import settle_device
 
 settle_device()
 
-from torchtitan.grpo.inference.embedded.weights import tensor_sha256
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import read_hf_model
 from torchtitan.grpo.models.hf_weights import full_hf_tensors, load_hf_weights
@@ -29,6 +28,7 @@ from torchtitan.grpo.training.model_spec import hf_train_spec
 from torchtitan.grpo.types import ServerInfo, ServerKind
 from torchtitan.grpo.weight_sync.build import build_publisher
 from torchtitan.grpo.weight_sync.lane import Lane, LaneState
+from torchtitan.grpo.weight_wire.checksum import tensor_checksum
 
 MODEL = Path(__file__).resolve().parents[2] / "assets/reverse_digits/model"
 PATIENCE = 300.0
@@ -52,7 +52,7 @@ def ask(url: str, route: str, **body: Any) -> Any:
         return json.load(answer)
 
 
-def checksums(url: str) -> dict[str, str]:
+def checksums(url: str) -> dict[str, int]:
     return ask(url, "/weights_checker", action="checksum")["ranks"][0]["checksums"]
 
 
@@ -105,7 +105,7 @@ class LoneTrainer:
         self.adapter = spec.state_dict_adapter(model_args, str(model))
         load_hf_weights([self.model], self.adapter, model)
         self.version = -1
-        self.expected: dict[int, dict[str, str]] = {}
+        self.expected: dict[int, dict[str, int]] = {}
         self.told: list[tuple[str, int]] = []
         self.news: list[list[ServerInfo]] = []
         link: Any = SimpleNamespace(
@@ -128,7 +128,7 @@ class LoneTrainer:
             for parameter in self.model.parameters():
                 parameter.view(-1)[self.version % 7 :: 101] += 0.01
         self.publisher.publish(self.version, slot)
-        sums = {name: tensor_sha256(tensor) for name, tensor in self.weights()}
+        sums = {name: tensor_checksum(tensor) for name, tensor in self.weights()}
         self.expected[self.version] = sums
         return self.version
 

@@ -1,14 +1,19 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Checks by log-probabilities that a server serves the weights that were pushed to it.
+"""Checks that a server serves the weights that were pushed to it.
 
-The server must rate fixed tokens as the trainer does: stronger evidence than the version that it
-reports. Dropout is off and no token is sampled, so both sides differ only by the rounding of their
-kernels, which depends on GPU, model and the server's settings. So the difference is measured once,
-under weights that both sides are known to have (a server that nobody has pushed to serves the
-directory that the trainer has loaded), and a multiple of it is the bound from then on. A difference
-beyond what kernels can explain is never taken as the measure.
+A server that keeps tensors as they are sent must serve them bit for bit, as checksums tell. Under
+bfloat16, nothing else detects small damage: one matrix with 1 % of noise changes log-probabilities
+by a tenth of what rounding does. But checksums do not tell with what the kernels compute, and some
+servers fuse or pack tensors.
+
+So each server must also rate fixed tokens as the trainer does. Dropout is off and no token is
+sampled, so both sides differ only by the rounding of their kernels, which depends on GPU, model and
+the server's settings. The difference is measured once, under weights that both sides are known to
+have (a server that nobody has pushed to serves the directory that the trainer has loaded), and a
+multiple of it is the bound from then on. A difference beyond what kernels can explain is never taken
+as the measure.
 """
 
 import asyncio
@@ -17,7 +22,7 @@ import math
 import random
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -178,10 +183,19 @@ def _mean_difference(expected: Sequence[float], served: Sequence[float]) -> tupl
 
 
 @dataclass(frozen=True)
+class SentTensors:
+    """The ``checksums`` by name of a version's tensors, as they are sent in ``dtype``."""
+
+    dtype: str
+    checksums: Callable[[int], Awaitable[dict[str, int]]]
+
+
+@dataclass(frozen=True)
 class Attestation:
     """How a run attests: pushes of versions divisible by ``every`` are attested; with 0 none is.
 
-    ``timeout_seconds`` is for the trainer, and then for the server, to rate ``tokens``.
+    ``timeout_seconds`` is for the trainer, and then for the server, to rate ``tokens``. ``sent`` is
+    None if what is sent is not what is served.
     """
 
     every: int
@@ -189,6 +203,7 @@ class Attestation:
     probes: Probes
     tolerances: Tolerances
     timeout_seconds: float
+    sent: SentTensors | None = None
 
 
 class ServerAttestation:
@@ -210,14 +225,16 @@ class ServerAttestation:
         self._may_observe = False
 
     async def check(self, version: int) -> bool:
-        """Compares log-probabilities; returns False without a comparison if none is due.
+        """Compares checksums and log-probabilities; returns False if no comparison is due.
 
-        Nor is there one if the trainer is late, for which the server is not to blame. Raises
+        Log-probabilities are not compared if the trainer is late, for which the server is not to blame. Raises
         :class:`AttestationFailed`, or ServerError or TimeoutError if the server did not rate.
         """
         common, url = self._attestation, self._client.url
         if not is_attested(version, common.every):
             return False
+        if common.sent is not None:
+            await self._check_tensors(version, common.sent)
         try:
             expected = await common.probes.wait_for(version, common.timeout_seconds)
         except TimeoutError as error:
@@ -233,6 +250,19 @@ class ServerAttestation:
             # Never measured: the weights that were just pushed are the first that both have.
             self._set_bound(mean)
         return True
+
+    async def _check_tensors(self, version: int, sent: SentTensors) -> None:
+        served = await self._client.served_checksums(sent.dtype)
+        if served is None:
+            return
+        expected = await sent.checksums(version)
+        wrong = [name for name, checksum in expected.items() if served.get(name) != checksum]
+        if wrong:
+            raise AttestationFailed(
+                "The server must serve every tensor bit for bit as it was sent, but the checksums "
+                f"of {len(wrong)} of {len(expected)} differ: {', '.join(wrong[:3])}. Its memory or "
+                "its last update was damaged; all weights are sent to it again."
+            )
 
     def _measure_before(self) -> None:
         before, initial = self._before, self._attestation.probes.initial

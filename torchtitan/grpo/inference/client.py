@@ -216,5 +216,12 @@ class InferenceClient(ABC):
         (rating,) = await self.rate([token_ids], [1])
         return rating.logprobs
 
+    async def served_checksums(self, dtype: str) -> dict[str, int] | None:
+        """Returns the checksum of each served tensor (`checksum.py`) by its Hugging Face name.
+
+        ``None`` if the server cannot tell: it serves another ``dtype``, or fuses or packs tensors.
+        """
+        return None
+
     @abstractmethod
     async def close(self) -> None: ...

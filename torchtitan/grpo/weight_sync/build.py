@@ -3,6 +3,7 @@
 
 """Builds the weight push from the configuration."""
 
+import asyncio
 import functools
 import os
 from collections.abc import Callable, Sequence
@@ -13,7 +14,13 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
-from torchtitan.grpo.attestation import Attestation, Probes, attested_tokens, tolerances_of
+from torchtitan.grpo.attestation import (
+    Attestation,
+    Probes,
+    SentTensors,
+    attested_tokens,
+    tolerances_of,
+)
 from torchtitan.grpo.config import Inference, WeightSync
 from torchtitan.grpo.inference.client import InferenceClient
 from torchtitan.grpo.inference.kinds import IDLE_SECONDS, make_client
@@ -89,6 +96,7 @@ def build_publisher(
             probes=probes,
             tolerances=tolerances_of(plan.wire_dtype, sync.attest_tolerance),
             timeout_seconds=sync.timeout_seconds,
+            sent=_sent_tensors(config, plan, parts.sources),
         )
         make_leader = functools.partial(
             _make_leader, sync, slots, parts, attestation, link, servers
@@ -178,6 +186,19 @@ def _leader_parts(
         transport=transport,
         make_client=lambda server: client_for(config.inference, server),
     )
+
+
+def _sent_tensors(
+    config: JobConfig, plan: PushPlan, sources: Sequence[Agent]
+) -> SentTensors | None:
+    if config.lora.rank > 0 and config.lora.push == "adapters":
+        return None  # the server adds what is sent to what it serves
+
+    async def checksums(version: int) -> dict[str, int]:
+        parts = await asyncio.gather(*(source.checksums(version) for source in sources))
+        return {name: checksum for part in parts for name, checksum in part.items()}
+
+    return SentTensors(str(plan.wire_dtype).removeprefix("torch."), checksums)
 
 
 def _make_leader(

@@ -204,6 +204,13 @@ class Agent:
             raise
 
     @operation
+    async def checksums(self, version: int) -> dict[str, int]:
+        """Returns those of the tensors that a source rank sends, of a version that it holds."""
+        assert self._pool is not None, "only source ranks are asked"
+        with self._pool.reading(version) as payload:
+            return await asyncio.to_thread(payload.checksums)
+
+    @operation
     async def drop(self, version: int) -> None:
         """Drops a version, and returns when it is no longer read and its buffers are free."""
         if self._pool is None:

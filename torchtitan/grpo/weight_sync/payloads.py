@@ -56,6 +56,7 @@ class Payload:
         self.num_readers = 0  # open PayloadPool.reading contexts
         self.is_dropped = False
         self._specs, self._checksum = list(specs), checksum
+        self._sums: dict[int, tuple[int, ...]] = {}
         self._num_filled = 0
         self._failure: str | None = None
         self._loop = asyncio.get_running_loop()
@@ -64,9 +65,7 @@ class Payload:
     def filled(self, index: int) -> None:
         """Called by the gathering thread, in the order of buckets."""
         if self._checksum:
-            spec = self._specs[index]
-            parts = self.buffers[index].split(tensor_bytes(spec.dtypes, spec.shapes))
-            self._specs[index] = replace(spec, checksums=tuple(map(tensor_checksum, parts)))
+            self._specs[index] = replace(self._specs[index], checksums=self._sum_up(index))
         assert index == self._num_filled, (index, self._num_filled)
         self._num_filled += 1
         self._loop.call_soon_threadsafe(self._announce)
@@ -91,6 +90,21 @@ class Payload:
                 f"Bucket {index} of version {self.version} could not be gathered: {reason}. Check "
                 "the logs of the other training ranks, or raise weight_sync.timeout_seconds."
             )
+
+    def checksums(self) -> dict[str, int]:
+        """Returns those of all tensors by name, once all buckets are filled. Any thread."""
+        assert self._num_filled == len(self._specs), (self._num_filled, self.version)
+        checksums: dict[str, int] = {}
+        for index, spec in enumerate(self._specs):
+            checksums |= zip(spec.names, self._sum_up(index), strict=True)
+        return checksums
+
+    def _sum_up(self, index: int) -> tuple[int, ...]:
+        if index not in self._sums:
+            spec = self._specs[index]
+            parts = self.buffers[index].split(tensor_bytes(spec.dtypes, spec.shapes))
+            self._sums[index] = tuple(map(tensor_checksum, parts))
+        return self._sums[index]
 
     def bucket(self, index: int) -> Bucket:
         assert index < self._num_filled, (index, self._num_filled)

@@ -217,6 +217,20 @@ async def test_the_embedded_server_is_sent_checksums_base_and_order_and_says_how
             await client.commit_update(7)
 
 
+async def test_the_embedded_server_alone_tells_what_it_serves():
+    route, held = "/weights_checker", {"dtype": "bfloat16", "checksums": {"a": 2**63 + 1}}
+    async with connected("embedded") as (client, server):
+        server.answers[route] = (200, {"ranks": [held]})
+        assert await client.served_checksums("bfloat16") == {"a": 2**63 + 1}
+        assert await client.served_checksums("float32") is None
+        server.answers[route] = (200, {"ranks": []})
+        with pytest.raises(ServerError, match="one rank with dtype and checksums"):
+            await client.served_checksums("bfloat16")
+    async with connected("sglang") as (client, server):
+        assert await client.served_checksums("bfloat16") is None
+        assert not server.log, "its tensors are fused"
+
+
 WRONG_FOR_SGLANG = {
     "a delta": (replace(DELTA, checksums=None), "cannot apply deltas"),
     "an adapter": (adapter_of("typo"), r"no parameters named \['typo.weight'\]"),

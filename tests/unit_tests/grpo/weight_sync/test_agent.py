@@ -17,6 +17,7 @@ from torchtitan.grpo.weight_sync.transports import disk_transport
 from torchtitan.grpo.weight_sync.transports.disk_transport import DiskSender
 from torchtitan.grpo.weight_sync.transports.group_end import GroupSettings
 from torchtitan.grpo.weight_sync.transports.group_transport import GroupSender
+from torchtitan.grpo.weight_wire.checksum import tensor_checksum
 from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec
 
 CPU = torch.device("cpu")
@@ -69,6 +70,17 @@ async def test_a_bucket_comes_whole_or_as_changes_to_an_older_version():
     assert delta.checksums == whole.checksums
     await agent.close()
     await sender.close()
+
+
+async def test_a_version_is_summed_up_by_tensor_while_it_is_held():
+    agent, _, _ = make_rank_parts()
+    await agent.gather(0, 3, False)
+    expected = {name: tensor_checksum(tensor) for name, tensor in snapshot(3).items()}
+    assert await agent.checksums(3) == expected
+    await agent.drop(3)
+    with pytest.raises(PayloadFailed, match="no longer held"):
+        await agent.checksums(3)
+    await agent.close()
 
 
 async def test_a_version_is_sent_from_its_slot_only_while_that_is_held():

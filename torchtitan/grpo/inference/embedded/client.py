@@ -6,6 +6,7 @@
 from dataclasses import asdict, replace
 from typing import Any
 
+from torchtitan.grpo.inference.answers import reading
 from torchtitan.grpo.inference.client import ServerError, SleepFrees
 from torchtitan.grpo.inference.http import Answer, excerpt
 from torchtitan.grpo.inference.server_spec import LaunchCommand, ServerSpec, seed_option
@@ -68,6 +69,13 @@ class EmbeddedClient(SGLangClient):
         answer = await self._http.post("/end_weight_update", {"weight_version": str(version)})
         await self._require_version(version)
         return swap_seconds(answer, f"{self.url}/end_weight_update")
+
+    async def served_checksums(self, dtype: str) -> dict[str, int] | None:
+        route, body = "/weights_checker", {"action": "checksum"}
+        answer = await self._http.post(route, body, timeout_seconds=self._request_timeout_seconds)
+        with reading(self.url + route, answer.body, "one rank with dtype and checksums"):
+            (rank,) = answer.body["ranks"]
+            return dict(rank["checksums"]) if rank["dtype"] == dtype else None
 
     async def update_from_disk(self, path: str, version: int) -> float:
         await self._close_session()

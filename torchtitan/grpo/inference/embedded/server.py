@@ -228,7 +228,7 @@ class EmbeddedServer:
         self._require_weights()
         # On the engine's thread, so that no swap happens between two parameters.
         checksums = await asyncio.wrap_future(self.engine.run(self.updater.table.checksums))
-        return success("Success.", ranks=[{"checksums": checksums, "algorithm": "sha256"}])
+        return success("Success.", ranks=[{"checksums": checksums, "dtype": self._info["dtype"]}])
 
     # -- control ----------------------------------------------------------------------
 

@@ -17,8 +17,9 @@ from torchtitan.grpo.inference.embedded.residence import Residence
 from torchtitan.grpo.inference.embedded.sampling import SamplingBatch, SamplingParams, sample
 from torchtitan.grpo.inference.embedded.server import EngineMonitor
 from torchtitan.grpo.inference.embedded.step_layout import upload
-from torchtitan.grpo.inference.embedded.weights import WeightTable, tensor_sha256
+from torchtitan.grpo.inference.embedded.weights import WeightTable
 from torchtitan.grpo.weight_wire.buckets import split_bucket
+from torchtitan.grpo.weight_wire.checksum import tensor_checksum
 from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec
 
 CPU = torch.device("cpu")
@@ -161,7 +162,7 @@ def test_the_table_casts_to_the_model_and_knows_tied_names() -> None:
     table.adopt({"b.weight": table.prepared("b.weight", new)})
     torch.testing.assert_close(module["a"].weight.data, new.float(), rtol=0, atol=0)
     torch.testing.assert_close(module["b"](torch.ones(3)), new.float().sum(1))
-    assert table.checksums() == {n: tensor_sha256(new.float()) for n in ("a.weight", "b.weight")}
+    assert table.checksums() == {n: tensor_checksum(new.float()) for n in ("a.weight", "b.weight")}
 
 
 def test_the_base_of_a_delta_is_a_copy_of_what_is_served() -> None:
