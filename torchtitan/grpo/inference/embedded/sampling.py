@@ -11,7 +11,6 @@ import msgspec
 import torch
 from msgspec import Meta
 
-
 _BLOCK_TOKENS = 256
 
 
