@@ -4,14 +4,16 @@
 """Makes `assets/arithmetic`: sums and differences of numbers up to 100, asked in words.
 
     python scripts/make_arithmetic.py
+    python scripts/make_arithmetic.py --largest 9999 --rows 4096 --output outputs/large_numbers
 
 The script writes `train.jsonl` and `heldout.jsonl` (columns `prompt` and `answer`). A pair of numbers that is
 held out is in no training prompt, in neither order and with neither sign. Differences are never negative. The
-same seed gives the same files.
+same seed gives the same files. The second command is for `train_configs/smollm2_agent.toml`.
 """
 
 import argparse
 import json
+import math
 import random
 from pathlib import Path
 
@@ -29,7 +31,16 @@ DIFFERENCES = (
     "How much is left of {a} when {b} are taken away?",
     "I have {a} apples and give away {b}. How many apples do I have left?",
 )
-LARGEST = 100
+
+
+def draw_pairs(rng: random.Random, largest: int, rows: int) -> list[tuple[int, int]]:
+    """Returns ``rows`` different pairs of numbers up to ``largest``, the smaller one first; all of them if 0."""
+    total = (largest + 1) * (largest + 2) // 2
+    pairs = []
+    for index in rng.sample(range(total), rows or total):
+        large = (math.isqrt(8 * index + 1) - 1) // 2
+        pairs.append((index - large * (large + 1) // 2, large))
+    return pairs
 
 
 def draw_rows(rng: random.Random, pairs: list[tuple[int, int]]) -> list[dict[str, str]]:
@@ -51,10 +62,11 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=assets, help="folder to write into")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--heldout-rows", type=int, default=256)
+    parser.add_argument("--largest", type=int, default=100, help="largest number of a question")
+    parser.add_argument("--rows", type=int, default=0, help="rows of both files together; 0: every pair")
     options = parser.parse_args()
     rng = random.Random(options.seed)
-    pairs = [(a, b) for b in range(LARGEST + 1) for a in range(b + 1)]
-    rng.shuffle(pairs)
+    pairs = draw_pairs(rng, options.largest, options.rows)
     options.output.mkdir(parents=True, exist_ok=True)
     cut = options.heldout_rows
     for name, part in (("heldout", pairs[:cut]), ("train", pairs[cut:])):
