@@ -63,7 +63,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--heldout-rows", type=int, default=256)
     parser.add_argument("--largest", type=int, default=100, help="largest number of a question")
-    parser.add_argument("--rows", type=int, default=0, help="rows of both files together; 0: every pair")
+    parser.add_argument(
+        "--rows", type=int, default=0, help="rows of both files together; 0: every pair"
+    )
     options = parser.parse_args()
     rng = random.Random(options.seed)
     pairs = draw_pairs(rng, options.largest, options.rows)

@@ -199,7 +199,7 @@ def test_prompts_state_their_instructions_and_held_out_ones_are_not_trained_on(m
     assert kinds["train"] == kinds["heldout"] == set(rewards.KINDS) - set(script.HELD_OUT)
     assert kinds["heldout_kinds"] == set(script.HELD_OUT)
     topics = {
-        name: {t for t in script.TOPICS if any(f" {t}." in r for r in requests if requests[r] == name)}
+        name: {t for t in script.TOPICS if any(requests.get(f.format(t)) == name for f in script.TOPIC_FORMS)}
         for name in FILES
     }  # fmt: skip
     assert not topics["train"] & (topics["heldout"] | topics["heldout_kinds"])

@@ -135,7 +135,8 @@ def _draw(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     before = torch.where(block > 0, up_to.gather(1, (block - 1).clamp(min=0)), 0.0)
     within = blocks[torch.arange(num_rows, device=weights.device), block.squeeze(1)]
     token, _ = _passed(within.double().cumsum(dim=-1), target - before)
-    return (block * _BLOCK_TOKENS + token).squeeze(1)
+    # Rows of NaN lead past the vocabulary. The engine then finds that their logprobs are not finite.
+    return (block * _BLOCK_TOKENS + token).squeeze(1).clamp(max=vocab_size - 1)
 
 
 def _passed(up_to: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
