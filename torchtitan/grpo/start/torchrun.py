@@ -18,6 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
@@ -92,7 +93,7 @@ def run_agent(
 ) -> int:
     """Runs this node's ranks as ``config`` describes; see :func:`run_ranks`."""
     logging.disable(logging.CRITICAL)  # the agent's, only in this process
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    _share_cores(config.nproc_per_node)
     os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(int(stop_timeout_seconds) + _MARGIN_SECONDS)
     _pass_on_signals()
     try:
@@ -116,6 +117,18 @@ def _pass_on_signals() -> None:
 
     for signum in _SIGNALS:
         signal.signal(signum, handle)
+
+
+def _share_cores(num_ranks: int) -> None:
+    """Ranks without GPUs divide this machine's cores, on which servers run as well.
+
+    Their threads therefore sleep while they wait for each other, instead of keeping a core busy.
+    """
+    if torch.cuda.is_available():
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        return
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // num_ranks)))
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def _status_of(error: ChildFailedError, folder: Path) -> int:

@@ -3,10 +3,14 @@
 
 """``torchtitan-grpo train``: its command line, and how many ranks it starts."""
 
+from pathlib import Path
+
 import pytest
+from torch.distributed.launcher.api import LaunchConfig
 
 from torchtitan.grpo.command_line import ConfigError
 from torchtitan.grpo.command_line.reading import read_config
+from torchtitan.grpo.start import torchrun
 from torchtitan.grpo.start.train import choose_num_ranks, parse, plan
 
 ROWS = (
@@ -96,3 +100,29 @@ def test_all_settings_may_be_given_without_a_file():
         plan(parse(["--nproc", "2"]))
     config, num_ranks, _ = plan(parse(["--nproc", "2", "--inference.launch", "--training.steps=3"]))
     assert (config.training.steps, num_ranks) == (3, 2)
+
+
+@pytest.mark.parametrize(
+    "has_gpu, given, threads, policy",
+    [
+        (False, {}, "2", "PASSIVE"),
+        (False, {"OMP_NUM_THREADS": "5", "OMP_WAIT_POLICY": "ACTIVE"}, "5", "ACTIVE"),
+        (True, {}, "1", None),
+    ],
+)
+def test_ranks_without_gpus_divide_the_cores(monkeypatch, has_gpu, given, threads, policy):
+    started = []
+    environment = dict(given)
+    monkeypatch.setattr(torchrun.os, "environ", environment)
+    monkeypatch.setattr(torchrun.torch, "get_num_threads", lambda: 8)
+    monkeypatch.setattr(torchrun.torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(torchrun, "_pass_on_signals", lambda: None)
+    monkeypatch.setattr(torchrun.logging, "disable", lambda level: None)
+    monkeypatch.setattr(
+        torchrun, "elastic_launch", lambda *config: lambda *command: started.append(command)
+    )
+    config = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=3)
+    assert torchrun.run_agent(config, [], 1.0, Path("unused")) == 0
+    assert started
+    assert environment["OMP_NUM_THREADS"] == threads
+    assert environment.get("OMP_WAIT_POLICY") == policy
