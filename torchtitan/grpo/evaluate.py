@@ -42,6 +42,7 @@ from torchtitan.grpo.rollout.results import EvaluationResult
 from torchtitan.grpo.rollout.session import EvaluationSession
 from torchtitan.grpo.run_folder.folder import hold
 from torchtitan.grpo.system.child import end_marked
+from torchtitan.grpo.system.cores import share_cores
 from torchtitan.grpo.system.environment import RUN_VARIABLE
 from torchtitan.grpo.system.folder_lock import HeldFolders
 from torchtitan.grpo.training.model_spec import check_weights
@@ -230,6 +231,8 @@ async def _run(config: RolloutProcessConfig) -> tuple[EvaluationResult, list[str
     # What was started must end with the command, also if a scheduler ends it.
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, working.cancel)
     mark = os.environ[RUN_VARIABLE] = uuid.uuid4().hex
+    if config.inference.launch:
+        share_cores(config.inference.num_servers)
     try:
         await session.open()
         return await session.evaluate(), [server.url for server in session.fleet.servers]

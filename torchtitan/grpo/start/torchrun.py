@@ -18,7 +18,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import torch
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
@@ -28,6 +27,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from torchtitan.grpo.errors import FINAL_STATUSES
 from torchtitan.grpo.start import local_rendezvous
+from torchtitan.grpo.system.cores import share_cores
 from torchtitan.grpo.system.private_folders import make_private_folder, remove_private_folder
 from torchtitan.grpo.system.rank_status import REPORTED_FILE, read_status
 
@@ -93,7 +93,8 @@ def run_agent(
 ) -> int:
     """Runs this node's ranks as ``config`` describes; see :func:`run_ranks`."""
     logging.disable(logging.CRITICAL)  # the agent's, only in this process
-    _share_cores(config.nproc_per_node)
+    share_cores(config.nproc_per_node)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(int(stop_timeout_seconds) + _MARGIN_SECONDS)
     _pass_on_signals()
     try:
@@ -117,18 +118,6 @@ def _pass_on_signals() -> None:
 
     for signum in _SIGNALS:
         signal.signal(signum, handle)
-
-
-def _share_cores(num_ranks: int) -> None:
-    """Ranks without GPUs divide this machine's cores, on which servers run as well.
-
-    Their threads therefore sleep while they wait for each other, instead of keeping a core busy.
-    """
-    if torch.cuda.is_available():
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
-        return
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // num_ranks)))
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def _status_of(error: ChildFailedError, folder: Path) -> int:
