@@ -4,6 +4,7 @@
 """Measures how the trainer's log-probabilities differ from those of each kind of server on a real model.
 
     bash scripts/get_smollm2.sh
+    bash scripts/install_vllm.sh --cpu && bash scripts/install_sglang.sh --cpu
     python benchmarks/server_mismatch.py [--json] [--servers embedded vllm sglang] [--dtypes float32 bfloat16]
 
 For each server and data type, a synchronous run of two steps with a learning rate of 0 samples 8 prompts of
@@ -118,6 +119,7 @@ def settings(server: str, dtype: str, folder: Path, record: Path) -> dict[str, A
         "inference": {
             "kind": server, "launch": True, "dtype": dtype, "max_model_len": ROW_LEN,
             "startup_timeout_seconds": 900.0,
+            **({"python": str(ROOT / f".venv-{server}/bin/python")} if server != "embedded" else {}),
         },
         "weight_sync": {"attest_every": 1},
     }  # fmt: skip

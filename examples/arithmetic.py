@@ -5,6 +5,8 @@
 
 import re
 
+HALF_WAY = 4
+
 
 def right_digits(completions, answer, **kwargs) -> list[float]:
     """Returns the share of right digits of each completion's last number, in [0, 1].
@@ -22,3 +24,13 @@ def share_of_digits(text: str, wanted: str) -> float:
     length = max(len(numbers[-1]), len(wanted))
     pairs = zip(numbers[-1].rjust(length), wanted.rjust(length), strict=True)
     return sum(given == right for given, right in pairs) / length
+
+
+def nearness(completions, answer, **kwargs) -> list[float]:
+    """Returns 1 for the right number, 0.5 for one that is wrong by ``HALF_WAY``, and 0 without a number."""
+    return [near(text, wanted) for text, wanted in zip(completions, answer, strict=True)]
+
+
+def near(text: str, wanted: str) -> float:
+    numbers = re.findall(r"\d+", text)
+    return 1 / (1 + abs(int(numbers[-1]) - int(wanted)) / HALF_WAY) if numbers else 0.0
