@@ -138,6 +138,16 @@ async def test_every_tensor_must_be_served_as_it_was_sent(
     await attest(server, INITIAL, sent=SentTensors("float32", checksums))  # served in another type
 
 
+async def test_a_server_is_not_blamed_for_checksums_that_the_trainer_cannot_give(caplog):
+    async def checksums(version: int) -> dict[str, int]:
+        raise RuntimeError("rank 3 is gone")
+
+    server = Server(0.0)
+    server.checksums = {"a": 1}
+    await attest(server, INITIAL, sent=SentTensors("bfloat16", checksums))
+    assert "RuntimeError: rank 3 is gone" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("measured", "dtype", "value"),
     [

@@ -53,7 +53,10 @@ def embedding_notes(model: HFModel, setting: str) -> Iterator[str]:
         )
     if equal:
         tokens = torch.cat(equal).tolist()
-        yield f"{setting} ({model.path}): {EMBEDDING} has equal rows among {shown(tokens)}."
+        yield (
+            f"{setting} ({model.path}): {EMBEDDING} has equal rows among {shown(tokens)}, which the model "
+            "cannot tell apart; give them rows of their own if your prompts or answers have them."
+        )
 
 
 def _equal_rows(ids: torch.Tensor, rows: torch.Tensor) -> list[torch.Tensor]:

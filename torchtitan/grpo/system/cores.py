@@ -9,10 +9,11 @@ import torch
 
 
 def share_cores(num_processes: int) -> None:
-    """Lets processes that are started from now on divide this machine's cores, if it has no GPU.
+    """Gives each of ``num_processes`` that will be started its share of this machine's cores.
 
-    Their threads sleep while they wait for each other, because servers, or a trainer, run beside
-    them. What the environment says already is kept.
+    Processes beside them, such as the servers of training ranks, get the same number of threads.
+    Threads therefore sleep while they wait for each other. What the environment says already is
+    kept, and where there is a GPU, nothing is set.
     """
     if not torch.cuda.is_available():
         threads = max(1, torch.get_num_threads() // num_processes)

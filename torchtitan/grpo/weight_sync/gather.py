@@ -174,6 +174,8 @@ class Agent:
         self.rank = rank
         self._gatherer, self._read_snapshot, self._pool = gatherer, read_snapshot, pool
         self._gathering = ThreadPoolExecutor(1, thread_name_prefix="weight-gather")
+        # One thread, so that the tensors of a version are summed once, however many servers attest it.
+        self._summing = ThreadPoolExecutor(1, thread_name_prefix="weight-checksums")
 
     @operation
     async def wait_copied(self, slot: int, version: int) -> None:
@@ -207,8 +209,14 @@ class Agent:
     async def checksums(self, version: int) -> dict[str, int]:
         """Returns those of the tensors that a source rank sends, of a version that it holds."""
         assert self._pool is not None, "only source ranks are asked"
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._summing, self._checksums, version)
+
+    def _checksums(self, version: int) -> dict[str, int]:
+        # Read here, because this thread continues if its caller is cancelled.
+        assert self._pool is not None
         with self._pool.reading(version) as payload:
-            return await asyncio.to_thread(payload.checksums)
+            return payload.checksums()
 
     @operation
     async def drop(self, version: int) -> None:
@@ -223,3 +231,4 @@ class Agent:
     async def close(self) -> None:
         self._gatherer.close()
         self._gathering.shutdown(wait=False, cancel_futures=True)
+        self._summing.shutdown(wait=False, cancel_futures=True)

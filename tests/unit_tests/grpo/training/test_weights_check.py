@@ -151,9 +151,7 @@ def test_tokens_with_equal_rows_are_named_in_one_line(folder, tensors):
     save(tensors, folder / WEIGHTS)
     zero, equal = check(folder)
     assert "zero for 1 of the tokenizer's tokens: '<pad>' (0);" in zero
-    assert equal.endswith(
-        "equal rows among 3 of the tokenizer's tokens: 'Y' (60), 'c' (70), 'm' (80)."
-    )
+    assert "equal rows among 3 of the tokenizer's tokens: 'Y' (60), 'c' (70), 'm' (80)," in equal
 
 
 TIED = {"tie_word_embeddings": True}

@@ -102,6 +102,8 @@ def sample(
     logprobs = torch.log_softmax(logits, dim=-1)
     allowed = logprobs if excluded is None else logprobs.masked_fill(excluded, float("-inf"))
     candidates = allowed if batch.filters is None else _filtered(allowed, *batch.filters)
+    if excluded is not None:  # all others may be so much less likely that their exp() is 0
+        candidates = candidates - candidates.amax(dim=-1, keepdim=True)
     ids = _draw(candidates.exp(), _uniform(batch, len(logits), logits.device, generator))
     if batch.greedy is not None:
         ids = torch.where(batch.greedy, allowed.argmax(dim=-1), ids)
@@ -140,7 +142,10 @@ def _draw(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
 
 
 def _passed(up_to: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the first position of each row whose running sum is above ``target``, and that."""
+    """Returns the first position of each row whose running sum is above its target.
+
+    It also returns the targets, brought into the range of the sums.
+    """
     # Rounding may bring a target out of the range of the sums.
     below_total = torch.nextafter(up_to[:, -1:], torch.zeros_like(target))
     target = torch.minimum(target.clamp(min=0.0), below_total)

@@ -40,6 +40,7 @@ def draw(
         {},
         {"temperature": 0.0},
         {"temperature": 0.3},
+        {"temperature": 0.01},
         {"top_k": 1},
         {"top_k": 3},
         {"top_p": 0.2},
