@@ -12,9 +12,10 @@ prompts with 8 completions of at most 24 tokens in a step, temperature 0.8 (at 1
 seldom to learn in so few steps), advantages, the clipped loss as the mean over all tokens of a batch, one
 step of AdamW for each batch, a constant learning rate, float32 weights that are computed with in float32 or
 bfloat16 (autocast in TRL), all activations kept, and two cores. ``sync`` generates with the newest weights,
-as TRL does; ``async``, this trainer's default, generates the next batch while it trains. Where a side
-generates and trains in turns, it has two threads for either (``--trl-processes 2``: two processes with one).
-Different: the random numbers of sampling, and the importance weight between server and trainer, which TRL
+as TRL does; ``async``, this trainer's default, generates the next batch while it trains. Every process has
+two threads (``--trl-processes 2``: two processes with one), and all processes of a side the same two cores.
+Different: TRL generates under autocast, which casts all weights for each token, where this trainer's server
+holds them in bfloat16; the random numbers of sampling, and the importance weight between server and trainer, which TRL
 has with vLLM only. Not compared: TRL with vLLM, GPUs, evaluation, checkpoints.
 
 Times of steps are those that a side notes itself, without the first step; seconds to a reward count from
@@ -66,7 +67,8 @@ rollout.temperature={SHARED["temperature"]} inference.kind=embedded inference.la
 inference.max_model_len=128 reward.functions={REPOSITORY}/benchmarks/arithmetic_reward.py:last_number
 observe.progress=none
 """
-OFFPOLICYNESS, THREADS = {"sync": 0, "async": 1}, {"trl": 2, "sync": 2, "async": 1}
+OFFPOLICYNESS = {"sync": 0, "async": 1}
+CORES = 2
 KEYS = {
     "seconds": ("time/step_seconds", "seconds"), "reward": ("reward/mean", "reward"),
     "tokens": ("rollout/completion_tokens_mean", "completions/mean_length"),
@@ -166,8 +168,10 @@ def run_side(side: str, job: dict[str, Any], folder: Path) -> Run:
     """Runs a side in a new folder; raises SystemExit if it fails or takes longer than ``RUN_SECONDS``."""
     folder.mkdir()
     # Of a check, times do not matter, and on a busy machine threads wait for each other.
-    threads = 1 if "record" in job or (job["processes"] > 1 and side == "trl") else THREADS[side]
+    threads = 1 if "record" in job or (job["processes"] > 1 and side == "trl") else CORES
     settings = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    if side != "trl":
+        settings["OMP_WAIT_POLICY"] = "PASSIVE"  # as `torchtitan-grpo train` sets it
     run, records, log = Run(), folder / "metrics.jsonl", folder.with_suffix(".log")
     command, begin, lines = command_of(side, job, folder), time.monotonic(), []
     with log.open("w") as output:
@@ -298,6 +302,8 @@ def main() -> int:
     parser.add_argument("--picture", type=Path, help="file for the curves of the reward")
     parser.add_argument("--check", action="store_true", help="only compare losses on one record")
     options = parser.parse_args()
+    if hasattr(os, "sched_setaffinity"):  # processes that are started inherit it
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])
     for path, script in ((MODEL, "get_smollm2.sh"), (TRL_PYTHON, "install_trl.sh")):
         if not path.exists():
             parser.error(f"{path} must exist. Run `bash scripts/{script}`.")

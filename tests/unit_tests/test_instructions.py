@@ -51,8 +51,11 @@ FOLLOWED = [
     (asks("quotes"), "The ships wait “at the old” pier."),
     (asks("bold"), "The ships wait **quietly** at a pier."),
     (asks("numbered"), "Here it is:\n1. ships wait there\n2. people come too"),
-    (asks("json_object", keys=["name", "place"]), '{"place": "pier", "name": 3}'),
-    (asks("json_object", keys=["a"]), '```json\n{"a": ["ships"]}\n```'),
+    (asks("quotes"), 'The "ships" and the "boats" wait at a pier.'),
+    (asks("sentences", count=2), "Ships wait at the pier. People see them at 5 p.m."),
+    (asks("min_words", count=6), "Ships\twait\tquietly\tat the pier."),
+    (asks("json_object", keys=["name", "place"]), '{"place": "old pier", "name": 3}'),
+    (asks("json_object", keys=["a"]), '```json\n{"a": ["ships", "boats"]}\n```'),
 ]
 
 NOT_FOLLOWED = [
@@ -69,11 +72,13 @@ NOT_FOLLOWED = [
     (asks("word_times", word="and", count=2), "Ships and boats are sandy here now."),
     (asks("word_times", word="and", count=2), "Ships and boats and sand and people."),
     (asks("no_word", word="the"), ANSWER),
+    (asks("no_word", word="the"), "Look at the-ships that wait here quietly."),
     (asks("no_commas"), "The ships, big and small, wait here."),
     (asks("no_commas"), "The ships， big and small، wait here."),
     (asks("no_digits"), "The 3 ships wait at an old pier."),
     (asks("no_digits"), "The ships of dock ② wait at an old pier."),
     (asks("quotes"), 'The ships wait at the "pier" quietly.'),
+    (asks("quotes"), 'A "ship" of 5" and another one of 6" wait here.'),
     (asks("quotes"), "The ships' crews wait 'at the' pier."),
     (asks("bold"), "The ships wait quietly, 2*3*4 of them."),
     (asks("bold"), "The ships wait like *this* at a pier."),
@@ -86,11 +91,12 @@ NOT_FOLLOWED = [
     (asks("json_object", keys=["name"]), '{"name": "Lee", "name": "Ann"}'),
     (asks("json_object", keys=["name"]), '{"name": " "}'),
     (asks("json_object", keys=["name"]), '{"name": []}'),
-    (asks("json_object", keys=["name"]), '{"name": "name"}'),
+    (asks("json_object", keys=["name", "place"]), '{"name": "place", "place": "old pier"}'),
+    (asks("json_object", keys=["name", "place"]), '{"name": "old pier", "place": "old pier"}'),
+    (asks("json_object", keys=["name", "place"]), '{"name": 1, "place": 2}'),
     (asks("json_object", keys=["name"]), '{"name": NaN}'),
     (asks("json_object", keys=["name"]), '["name", "Lee"]'),
     (asks("json_object", keys=["name"]), 'Here: {"name": "Lee"}'),
-    (asks("json_object", keys=["name"]), '{"name":' * 5000),
 ]
 
 
@@ -102,6 +108,10 @@ def test_a_right_answer_follows_its_instruction(instruction, text):
 @pytest.mark.parametrize(("instruction", "text"), NOT_FOLLOWED)
 def test_a_wrong_answer_does_not_follow_its_instruction(instruction, text):
     assert not rewards.is_followed(instruction, text, PROMPT)
+
+
+def test_deeply_nested_json_is_no_object():
+    assert not rewards.json_object("[" * 100_000, ["name"])
 
 
 def test_every_kind_has_right_and_wrong_answers_here_and_parameters_to_draw():
