@@ -7,7 +7,8 @@ source "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
 cd "$REPOSITORY"
 
 MODEL=assets/reverse_digits/model
-# bfloat16 alone changes logprobs of a token by up to 0.04 (this model) or XX (SmolLM2-135M).
+# bfloat16 alone changes logprobs of a token by up to 0.04 (this model), or by 0.03 on average and seldom by more than
+# 0.3 (SmolLM2-135M). Stale weights may pass this bound; the versions of the server and of the export must agree, too.
 BFLOAT16_TOLERANCE=3e-1
 
 # parse_server "$@": sets SERVER, MODEL, DTYPE and EXTRA. DTYPE is empty if it is not given.
