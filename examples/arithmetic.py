@@ -1,10 +1,13 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Rewards for whole numbers that are nearly right, for `train_configs/smollm2_arithmetic.toml`.
+"""Rewards for whole numbers that are nearly right.
 
 A model that is right in one of ten samples learns slowly from a reward of 0 or 1. These functions also tell wrong
-answers apart.
+answers apart, for example beside `last_number` in `train_configs/smollm2_arithmetic.toml`:
+
+    --reward.functions last_number examples/arithmetic.py:right_digits examples/arithmetic.py:nearness
+    --reward.weights 1.0 0.5 0.5
 """
 
 from torchtitan.grpo.rewards.final_answers import numbers_in
