@@ -14,9 +14,10 @@ step of AdamW for each batch, a constant learning rate, float32 weights that are
 bfloat16 (autocast in TRL), all activations kept, and two cores. ``sync`` generates with the newest weights,
 as TRL does; ``async``, this trainer's default, generates the next batch while it trains. Every process has
 two threads (``--trl-processes 2``: two processes with one), and all processes of a side the same two cores.
-Different: TRL generates under autocast, which casts all weights for each token, where this trainer's server
-holds them in bfloat16; the random numbers of sampling, and the importance weight between server and trainer, which TRL
-has with vLLM only. Not compared: TRL with vLLM, GPUs, evaluation, checkpoints.
+Different: with bfloat16, TRL generates under autocast, which casts all weights for each token, and this
+trainer's server holds them in bfloat16. The random numbers of sampling differ, and so does the importance
+weight between server and trainer, which TRL has with vLLM only. Not compared: TRL with vLLM, GPUs,
+evaluation, checkpoints.
 
 Times of steps are those that a side notes itself, without the first step; seconds to a reward count from
 the start of the command, loading included. Memory is the largest sum of the resident sizes of a side's

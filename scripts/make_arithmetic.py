@@ -67,6 +67,10 @@ def main() -> None:
         "--rows", type=int, default=0, help="rows of both files together; 0: every pair"
     )
     options = parser.parse_args()
+    if 0 < options.rows <= options.heldout_rows:
+        parser.error(
+            f"--rows must be above --heldout-rows = {options.heldout_rows}, got {options.rows}."
+        )
     rng = random.Random(options.seed)
     pairs = draw_pairs(rng, options.largest, options.rows)
     options.output.mkdir(parents=True, exist_ok=True)

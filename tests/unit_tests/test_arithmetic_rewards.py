@@ -3,28 +3,15 @@
 
 """`examples/arithmetic.py`, and the questions of `scripts/make_arithmetic.py`."""
 
-import importlib.util
 import json
 import random
 import re
-from pathlib import Path
-from types import ModuleType
 
 import pytest
+from load_script import REPOSITORY, load_script
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-
-
-def load(path: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(Path(path).stem, REPOSITORY / path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-rewards = load("examples/arithmetic.py")
-script = load("scripts/make_arithmetic.py")
+rewards = load_script("examples/arithmetic.py")
+script = load_script("scripts/make_arithmetic.py")
 
 
 @pytest.mark.parametrize(

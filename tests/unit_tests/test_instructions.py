@@ -3,27 +3,17 @@
 
 """`examples/instructions.py`, and the prompts that `scripts/make_instructions.py` makes for it."""
 
-import importlib.util
 import json
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+from load_script import REPOSITORY, load_script
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 FILES = ("train", "heldout", "heldout_kinds")
 
 
-def load(path: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(Path(path).stem, REPOSITORY / path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-rewards = load("examples/instructions.py")
-script = load("scripts/make_instructions.py")
+rewards = load_script("examples/instructions.py")
+script = load_script("scripts/make_instructions.py")
 
 PROMPT = "Tell me something about the harbor of a town."
 ANSWER = "The ships wait quietly at the old pier."

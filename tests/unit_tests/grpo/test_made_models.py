@@ -3,7 +3,6 @@
 
 """The shipped task, and the model of scripts/make_gsm8k_cpu.py, are what is promised."""
 
-import importlib.util
 import json
 import re
 from pathlib import Path
@@ -11,6 +10,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from load_script import load_script
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM
 
 from torchtitan.grpo.models.embedding_rows import embedding_notes
@@ -31,22 +31,13 @@ def test_answers_are_right_and_heldout_prompts_are_not_trained_on() -> None:
         assert row["answer"] == row["prompt"].removesuffix("->")[::-1]
 
 
-def load_script(name: str) -> ModuleType:
-    path = Path(__file__).resolve().parents[3] / "scripts" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_no_token_of_the_shipped_model_has_a_row_of_zeros():
     model = read_hf_model(TASK / "model")
     assert list(embedding_notes(model, "model.hf_assets_path")) == []
 
 
 def test_only_the_row_of_the_padding_differs_from_a_model_that_knows_the_padding():
-    script = load_script("make_tiny_model")
+    script = load_script("scripts/make_tiny_model.py")
     tokenizer = script.build_tokenizer()
     torch.manual_seed(0)
     made = script.build_model(tokenizer)
@@ -65,7 +56,7 @@ def test_only_the_row_of_the_padding_differs_from_a_model_that_knows_the_padding
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    return load_script("make_gsm8k_cpu")
+    return load_script("scripts/make_gsm8k_cpu.py")
 
 
 def write_questions(path: Path, num_rows: int) -> None:

@@ -76,9 +76,10 @@ class WeightSync:
 
     attest_every: Annotated[int, at_least(1).or_value(0, "never")] = 200
     """Every version that is a multiple of this number is attested: the server computes
-    log-probabilities of fixed tokens, which must equal the trainer's, and an embedded server of the
-    dtype of the push also checksums of the tensors that it serves. For all other versions, only the
-    version number that the server reports is compared."""
+    log-probabilities of fixed tokens, which must equal the trainer's. An embedded server whose dtype
+    is that of the push also computes checksums of the tensors that it serves, which must equal those
+    of the tensors that were sent. For all other versions, only the version number that the server
+    reports is compared."""
 
     attest_tolerance: Annotated[
         float, above(0).or_value(0, "measured for each server at the start")

@@ -94,9 +94,7 @@ def server_command(
     # Without bytecode files, each start would spend a minute on compiling the server's sources.
     kept.pop("PYTHONDONTWRITEBYTECODE", None)
     if spec.device == "cpu":
-        defaults["OMP_NUM_THREADS"] = (
-            "1"  # under `train` and `evaluate`, what `share_cores` has set
-        )
+        defaults["OMP_NUM_THREADS"] = "1"  # `share_cores` has set it under `train` and `evaluate`
     elif spec.gpus:
         kept["CUDA_VISIBLE_DEVICES"] = ",".join(spec.gpus)
     if is_loopback(spec.host):

@@ -94,7 +94,7 @@ def run_agent(
     """Runs this node's ranks as ``config`` describes; see :func:`run_ranks`."""
     logging.disable(logging.CRITICAL)  # the agent's, only in this process
     share_cores(config.nproc_per_node)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # where there are GPUs
     os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(int(stop_timeout_seconds) + _MARGIN_SECONDS)
     _pass_on_signals()
     try:
