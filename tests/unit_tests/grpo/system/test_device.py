@@ -85,7 +85,7 @@ ELSEWHERE = {
     "{}",  # an environment's
     "embedded-engine", "episode-watch", "episodes", "weight-gather-source", "folder-lock", "log-limit", "lost-rank-end",
     "monitor", "orphan-reaper", "parent-watch", "rank-channel", "run-removal", "snapshot-copy",
-    "stop-watch", "verifiers", "weight-encode", "weight-leave-{}", "weight-publisher",
+    "stop-watch", "verifiers", "weight-checksums", "weight-encode", "weight-leave-{}", "weight-publisher",
     "weight-slots", "weight-write",
 }  # fmt: skip
 
