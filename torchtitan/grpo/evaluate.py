@@ -189,7 +189,7 @@ def _named(config: JobConfig, given: argparse.Namespace) -> tuple[HFModel, str]:
         config.model.hf_assets_path, may_be_quantised=not (reads_itself or given.checkpoint)
     )
     if reads_itself and not given.checkpoint:
-        for note in check_weights(config, model)[1]:
+        for note in check_weights(config, model, is_trained=False)[1]:
             print(f"warning: {note}", file=sys.stderr)
     if given.checkpoint:
         return model, find_checkpoint(config, given.checkpoint).name

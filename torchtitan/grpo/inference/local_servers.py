@@ -141,9 +141,6 @@ def server_specs(
 ) -> list[ServerSpec]:
     inference = config.inference
     device = inference.device if inference.device != "auto" else default_device(environ)
-    dtype = inference.dtype
-    if dtype == "auto":
-        dtype = "bfloat16" if device == "cuda" else "float32"
     gpus = config.gpus if device == "cuda" else []
     num_heads = None
     if gpus and inference.kind != "embedded":  # that one computes on one GPU
@@ -169,7 +166,7 @@ def server_specs(
             host=config.fetch_host or LOOPBACK,
             port=port,
             device=device,
-            dtype=dtype,
+            dtype=inference.dtype,  # `controller.server_dtype` has resolved "auto"
             max_model_len=inference.max_model_len or config.seq_len,
             max_running_requests=_max_running(config, len(ports)),
             # Absolute, like the model's directory; not resolved, because a link to an interpreter

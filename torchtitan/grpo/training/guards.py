@@ -94,9 +94,7 @@ class Guards:
         ``grad_norm`` is None if only a critic learns. A critic's metrics and norm, if it has one, are
         among the ``metrics``. ``spike`` says where the gradient of a spike is.
         """
-        found = self._findings(grad_norm, metrics)
-        if spike and "grad_norm" in found:
-            found["grad_norm"] += f" ({spike})"
+        found = self._findings(grad_norm, metrics, spike)
         for guard in list(self._in_a_row):
             if guard not in found and guard not in ("equal_rewards", "skipped"):
                 del self._in_a_row[guard]
@@ -114,12 +112,14 @@ class Guards:
             "as many as guards.max_skipped_steps allows, so the run ends. The lines above say why."
         )
 
-    def _findings(self, grad_norm: float | None, metrics: Mapping[str, float]) -> dict[str, str]:
+    def _findings(
+        self, grad_norm: float | None, metrics: Mapping[str, float], spike: str
+    ) -> dict[str, str]:
         found = {"nonfinite": _not_finite(grad_norm or 0.0, metrics)}
         # Other numbers of a broken step mean nothing, and do not enter the median.
         if found["nonfinite"] is None:
             found = {
-                "grad_norm": self._grad_norms(grad_norm, metrics.get("critic/grad_norm")),
+                "grad_norm": self._grad_norms(grad_norm, metrics.get("critic/grad_norm"), spike),
                 "entropy": self._entropy(metrics["policy/entropy"]),
                 "mismatch_kl": self._above("mismatch/kl", metrics, "mismatch_kl"),
                 "reference_kl": self._above("loss/reference_kl", metrics, "reference_kl"),
@@ -130,7 +130,7 @@ class Guards:
             if text is not None and getattr(self._guards, guard) != "off"
         }
 
-    def _grad_norms(self, norm: float | None, of_critic: float | None) -> str | None:
+    def _grad_norms(self, norm: float | None, of_critic: float | None, spike: str) -> str | None:
         found: list[str | None] = []
         if norm is not None:
             limit, found = (
@@ -139,6 +139,8 @@ class Guards:
             )
             if limit and norm > limit:
                 found = [f"grad_norm is {norm:.4g}, above guards.grad_norm_limit = {limit:g}"]
+            if spike and found[0]:
+                found[0] += f" ({spike})"
         if of_critic is not None:
             # The limit is one of the policy's: a value loss has another scale.
             found.append(self._spike("critic/grad_norm", of_critic, self._critic_norms))

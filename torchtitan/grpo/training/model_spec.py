@@ -190,7 +190,9 @@ def build_beside(
     return stages, parts
 
 
-def check_weights(config: JobConfig, model: HFModel) -> tuple[int, list[str]]:
+def check_weights(
+    config: JobConfig, model: HFModel, *, is_trained: bool = True
+) -> tuple[int, list[str]]:
     """Compares the weights of model, reference and critic with the model, without loading them.
 
     Returns the number of tensors, and warnings of unread ones and of empty rows of the embedding.
@@ -206,7 +208,7 @@ def check_weights(config: JobConfig, model: HFModel) -> tuple[int, list[str]]:
         notes += check_critic_weights(config, copy.deepcopy(model), config.critic.path)
     adapter = adapter_of(str(model.path))
     number, own = check_hf_weights(built, adapter, model.path, setting="model.hf_assets_path")
-    if not config.lora.rank:  # which leaves the embedding as it is
+    if is_trained and not config.lora.rank:  # which leaves the embedding as it is
         own += embedding_notes(model, "model.hf_assets_path")
     return number, own + notes
 

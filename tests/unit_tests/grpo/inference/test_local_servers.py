@@ -140,7 +140,7 @@ def test_the_environment_of_the_ranks_does_not_reach_a_server() -> None:
 
 def test_specs_follow_the_configuration(tmp_path: Path) -> None:
     process = make_config(tmp_path, num_servers=2)
-    process.rollout.max_concurrent_rollouts = 31
+    process.rollout.max_concurrent_rollouts, process.inference.dtype = 31, "float32"
     environ = {"TORCHTITAN_GRPO_API_KEY": "k", "CUDA_VISIBLE_DEVICES": ""}
     assert default_device(environ) == "cpu"
     specs = server_specs(process, environ, [4321, 4322])

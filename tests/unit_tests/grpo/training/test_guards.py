@@ -111,6 +111,16 @@ def test_a_spike_is_ten_medians_and_is_described_where_the_guard_acts():
     assert "0.5 (grad_norm 41, 99% of its square in output.weight). With guards" in judge.lines[0]
 
 
+def test_a_policys_spike_is_not_described_in_the_critics_sentence():
+    judge = Judge()
+    for _ in range(20):
+        judge(grad_norm=0.5, **{"critic/grad_norm": 50.0})
+    both = METRICS | {"critic/grad_norm": 9000.0}
+    judge.guards.judge(21, 5.1, both, "99% in output.weight")
+    assert "critic/grad_norm is 9000" in judge.lines[0]
+    assert "output.weight" not in judge.lines[0], "10 medians are a spike, 50 are the guard's limit"
+
+
 def test_a_norm_that_is_not_clipped_is_no_spike():
     judge = Judge()
     for _ in range(20):
