@@ -4,10 +4,10 @@
 """Rewards for whole numbers that are nearly right.
 
 A model that is right in one of ten samples learns slowly from a reward of 0 or 1. These functions also tell wrong
-answers apart, for example beside `last_number` in `train_configs/smollm2_arithmetic.toml`:
+answers apart. `train_configs/smollm2_arithmetic.toml` adds the first one to `last_number`:
 
-    --reward.functions last_number examples/arithmetic.py:right_digits examples/arithmetic.py:nearness
-    --reward.weights 1.0 0.5 0.5
+    functions = ["last_number", "examples/arithmetic.py:right_digits"]
+    weights = [1.0, 0.3]
 """
 
 from torchtitan.grpo.rewards.final_answers import numbers_in

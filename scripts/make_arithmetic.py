@@ -6,9 +6,10 @@
     python scripts/make_arithmetic.py
     python scripts/make_arithmetic.py --largest 9999 --rows 4096 --output outputs/large_numbers
 
-The script writes `train.jsonl` and `heldout.jsonl` (columns `prompt` and `answer`). A pair of numbers that is
-held out is in no training prompt, in neither order and with neither sign. Differences are never negative. The
-same seed gives the same files. The second command is for `train_configs/smollm2_agent.toml`.
+The script writes `train.jsonl`, `heldout_sums.jsonl` and `heldout_differences.jsonl` (columns `prompt` and
+`answer`). A pair of numbers that is held out is in no training prompt, in neither order and with neither sign.
+Differences are never negative. The same seed gives the same files. The second command is for
+`train_configs/smollm2_agent.toml`.
 """
 
 import argparse
@@ -44,7 +45,7 @@ def draw_pairs(rng: random.Random, largest: int, rows: int) -> list[tuple[int, i
 
 
 def draw_rows(rng: random.Random, pairs: list[tuple[int, int]]) -> list[dict[str, str]]:
-    """Returns one row for each pair of numbers. Half of them are sums."""
+    """Returns one row for each pair of numbers: sums and differences in turns."""
     rows = []
     for index, (small, large) in enumerate(pairs):
         if index % 2:
@@ -61,7 +62,9 @@ def main() -> None:
     assets = Path(__file__).resolve().parent.parent / "assets" / "arithmetic"
     parser.add_argument("--output", type=Path, default=assets, help="folder to write into")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--heldout-rows", type=int, default=256)
+    parser.add_argument(
+        "--heldout-rows", type=int, default=256, help="of both held-out files together"
+    )
     parser.add_argument("--largest", type=int, default=100, help="largest number of a question")
     parser.add_argument(
         "--rows", type=int, default=0, help="rows of both files together; 0: every pair"
@@ -75,8 +78,9 @@ def main() -> None:
     pairs = draw_pairs(rng, options.largest, options.rows)
     options.output.mkdir(parents=True, exist_ok=True)
     cut = options.heldout_rows
-    for name, part in (("heldout", pairs[:cut]), ("train", pairs[cut:])):
-        rows = draw_rows(rng, part)
+    heldout, train = draw_rows(rng, pairs[:cut]), draw_rows(rng, pairs[cut:])
+    files = {"train": train, "heldout_sums": heldout[::2], "heldout_differences": heldout[1::2]}
+    for name, rows in files.items():
         text = "".join(json.dumps(row) + "\n" for row in rows)
         (options.output / f"{name}.jsonl").write_text(text, encoding="utf-8")
 

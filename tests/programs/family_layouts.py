@@ -56,4 +56,7 @@ def main(arguments):
             "largest": clipper.largest(float(norm), group),
             "largest held": largest_gradient(built, expected),
         }
+        clipping = GradientClipper(built.parts, built.dims, float(norm) / 2)
+        torch.nn.utils.clip_grads_with_norm_(clipping.parameters(), float(norm) / 2, norm)
+        results[name]["largest of clipped"] = clipping.largest(float(norm), group)
     return results

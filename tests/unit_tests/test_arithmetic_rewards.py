@@ -45,11 +45,18 @@ def test_pairs_are_all_different_and_all_of_them_if_no_number_is_given():
 def test_shipped_questions_are_answered_and_held_out_ones_are_not_trained_on():
     folder = REPOSITORY / "assets/arithmetic"
     read = {
-        name: [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
-        for name in ("train", "heldout")
+        file.stem: [json.loads(line) for line in file.read_text().splitlines()]
+        for file in folder.glob("*.jsonl")
     }
-    prompts = {name: {row["prompt"] for row in rows} for name, rows in read.items()}
-    assert not prompts["train"] & prompts["heldout"]
-    for row in read["train"] + read["heldout"]:
-        large, small = sorted(map(int, re.findall(r"\d+", row["prompt"])), reverse=True)
-        assert int(row["answer"]) in (large + small, large - small)
+    assert read.keys() == {"train", "heldout_sums", "heldout_differences"}
+    pairs = {
+        name: [tuple(sorted(map(int, re.findall(r"\d+", row["prompt"])))) for row in rows]
+        for name, rows in read.items()
+    }
+    of_sums, of_differences = pairs["heldout_sums"], pairs["heldout_differences"]
+    assert not set(pairs["train"]) & {*of_sums, *of_differences}
+    answers = {name: [int(row["answer"]) for row in rows] for name, rows in read.items()}
+    assert answers["heldout_sums"] == [small + large for small, large in of_sums]
+    assert answers["heldout_differences"] == [large - small for small, large in of_differences]
+    for (small, large), answer in zip(pairs["train"], answers["train"], strict=True):
+        assert answer in (large + small, large - small)

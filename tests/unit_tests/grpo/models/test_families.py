@@ -92,6 +92,8 @@ def test_logprobs_gradients_and_norm_are_hugging_faces(
             assert result["norm"] == pytest.approx(norm, rel=1e-5), name
             found, share = result["largest"]
             assert (found, share) == (parameter, pytest.approx((largest / norm) ** 2, rel=1e-4))
+            found, share = result["largest of clipped"]
+            assert (found, share) == (parameter, pytest.approx((largest / norm) ** 2, rel=1e-4))
 
 
 def test_the_output_layer_multiplies_in_the_dtype_of_mixed_precision(make_model, run_ranks):
