@@ -5,10 +5,12 @@
 
     python scripts/draw_runs.py outputs/seed0 outputs/seed1 --title "..." --output curve.png
 
-It reads metrics.jsonl and evaluations.jsonl of each folder. A run's reward is shown as a running mean.
+It reads metrics.jsonl and evaluations.jsonl of each folder. A run's metric, by default its mean reward, is shown as a
+running mean. Each run has a color, and each held-out set a style of line.
 """
 
 import argparse
+import itertools
 import json
 from pathlib import Path
 
@@ -19,7 +21,8 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 WINDOW = 5
-"""Number of steps over which a reward is averaged."""
+"""Number of steps over which the metric is averaged."""
+STYLES = ("o-", "s--", "^:", "d-.")
 
 
 def read(file: Path, name: str) -> tuple[list[int], list[float]]:
@@ -29,20 +32,20 @@ def read(file: Path, name: str) -> tuple[list[int], list[float]]:
     return [row["step"] for row in rows], [row[name] for row in rows]
 
 
-def draw(folders: list[Path], title: str, output: Path) -> None:
+def draw(folders: list[Path], metric: str, title: str, output: Path) -> None:
     figure, axes = plt.subplots(figsize=(7, 3.6), layout="constrained")
     for number, folder in enumerate(folders):
         color = f"C{number}"
-        steps, rewards = read(folder / "metrics.jsonl", "reward/mean")
-        means = [np.mean(rewards[max(0, i + 1 - WINDOW) : i + 1]) for i in range(len(rewards))]
+        steps, values = read(folder / "metrics.jsonl", metric)
+        means = [np.mean(values[max(0, i + 1 - WINDOW) : i + 1]) for i in range(len(values))]
         axes.plot(steps, means, color=color, linewidth=1, alpha=0.6)
         evaluations = folder / "evaluations.jsonl"
-        for name in _set_names(evaluations):
+        for name, style in zip(_set_names(evaluations), itertools.cycle(STYLES)):
             scores = read(evaluations, f"evaluation/{name}/score")
-            axes.plot(*scores, "o-", color=color, markersize=4, label=f"{folder.name}: {name}")
+            axes.plot(*scores, style, color=color, markersize=4, label=f"{folder.name}: {name}")
     axes.set(xlabel="step", ylabel="score", ylim=(0, 1.02), title=title)
     axes.grid(alpha=0.3)
-    axes.legend(title=f"points: held out; lines: reward, mean of {WINDOW} steps", fontsize=8)
+    axes.legend(title=f"points: held out; thin lines: {metric}, mean of {WINDOW} steps", fontsize=8)
     figure.savefig(output, dpi=120)
 
 
@@ -54,10 +57,11 @@ def _set_names(file: Path) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Draw several runs into one picture.")
     parser.add_argument("folders", type=Path, nargs="+", help="output folders of runs")
+    parser.add_argument("--metric", default="reward/mean", help="one of metrics.jsonl")
     parser.add_argument("--title", default="")
     parser.add_argument("--output", type=Path, required=True)
     options = parser.parse_args()
-    draw(options.folders, options.title, options.output)
+    draw(options.folders, options.metric, options.title, options.output)
 
 
 if __name__ == "__main__":

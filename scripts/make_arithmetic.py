@@ -67,7 +67,7 @@ def main() -> None:
     )
     parser.add_argument("--largest", type=int, default=100, help="largest number of a question")
     parser.add_argument(
-        "--rows", type=int, default=0, help="rows of both files together; 0: every pair"
+        "--rows", type=int, default=0, help="rows of all files together; 0: every pair"
     )
     options = parser.parse_args()
     if 0 < options.rows <= options.heldout_rows:

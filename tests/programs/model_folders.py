@@ -42,9 +42,10 @@ def settings(folder: Path, *more: str) -> list[str]:
     ]
 
 
-def check(folder: Path, *more: str) -> list[str]:
+def check(folder: Path, *more: str, is_trained: bool = True) -> list[str]:
     config = load_config(settings(folder, *more))
-    return check_weights(config, read_hf_model(config.model.hf_assets_path))[1]
+    model = read_hf_model(config.model.hf_assets_path)
+    return check_weights(config, model, is_trained=is_trained)[1]
 
 
 def trained(folder: Path) -> Tensors:

@@ -140,6 +140,7 @@ def test_tokens_with_a_row_of_zeros_are_named_if_they_can_be_sampled(dtype, fold
     )
     assert f"{EMBEDDING} is zero for {named}" in note
     assert check(folder, "--lora.rank=2") == [], "the embedding is frozen"
+    assert check(folder, is_trained=False) == [], "an evaluation has no gradients"
     (folder / "tokenizer.json").unlink()
     assert check(folder) == [], "another message says that there is none"
 
