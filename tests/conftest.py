@@ -22,7 +22,9 @@ sys.path.append(str(REPOSITORY / "tests" / "programs"))
 from forked import ForkServer
 
 # An example takes as long as the machine lets it: bounds of time belong to benchmarks.
-settings.register_profile("grpo", deadline=None)
+# The same examples in every run; `pytest --hypothesis-profile search` looks for others.
+settings.register_profile("grpo", deadline=None, derandomize=True)
+settings.register_profile("search", deadline=None)
 settings.load_profile("grpo")
 
 

@@ -102,11 +102,18 @@ def most_hoped(scheduler: Checked) -> float:
 
 
 def check_delays(world: World, scheduler: Checked) -> None:
-    """In any span of steps, the delays are a share of its time, but for a constant."""
+    """In any span of steps, the delays are a share of its time, but for a constant.
+
+    Without other servers, devices are lent whatever that costs.
+    """
     plan = world.plan
     round_trip = (plan.room + plan.wake + plan.sleep) * (1 + plan.noise)
-    over, worst = 0.0, 0.0
+    alone = [moment.now for moment in scheduler.lent_at if moment.other_rate == 0]
+    over, worst, end = 0.0, 0.0, 0.0
     for delay, step in zip(world.delays, world.steps, strict=True):
+        begin, end = end, end + step
+        if any(begin - TICK / 2 < now < end for now in alone):
+            delay = 0.0
         over = max(over + delay - MAX_LATE * step, 0.0)
         worst = max(worst, over)
     assert worst <= round_trip + most_hoped(scheduler) + max(world.delays) + 1e-6
@@ -128,6 +135,10 @@ TAKEN_BACK_BEFORE_IT_WOKE = Plan(
     seed=4728, groups_per_batch=2, other_slots=(1,), lent_slots=1, group_seconds=2.0,
     spread=1.0, train_seconds=0.5, room=1.0, wake=0.2, sleep=0.2,
 )  # fmt: skip
+LENT_TWICE_WITHOUT_OTHER_SERVERS = Plan(
+    seed=25438, groups_per_batch=2, other_slots=(1,), lent_slots=1, group_seconds=0.5,
+    train_seconds=0.5, room=0.0, wake=1.0, sleep=5.0,
+)  # fmt: skip
 
 
 @settings(max_examples=25, deadline=None)
@@ -137,6 +148,7 @@ TAKEN_BACK_BEFORE_IT_WOKE = Plan(
     lent_speed=st.sampled_from([1.0, 0.05]),
 )
 @example(plan=TAKEN_BACK_BEFORE_IT_WOKE, loss_seconds=10.0, lent_speed=1.0)
+@example(plan=LENT_TWICE_WITHOUT_OTHER_SERVERS, loss_seconds=10.0, lent_speed=0.05)
 def test_every_run_goes_on_and_delays_are_bounded(plan, loss_seconds, lent_speed):
     scheduler = Checked()
     plan = replace(plan, loss_seconds=loss_seconds, lent_speed=lent_speed)

@@ -49,8 +49,8 @@ These invariants follow:
 - A decision depends on the moment and on what was observed, not on how often it was asked for, and
   not on the unit of time: there is no fixed threshold in seconds.
 - More missing work that lent servers could take, or lower costs, never speak against lending.
-- In any span of steps, the delays are at most ``max_late`` of its time, plus a round trip, the most
-  that was ever expected to be saved, and the longest delay of one lending.
+- In any span of steps, the delays by lendings beside other servers are at most ``max_late`` of its
+  time, plus a round trip, the most that was ever expected to be saved, and the longest delay.
 """
 
 import math
