@@ -6,6 +6,7 @@
 import json
 import random
 import re
+from pathlib import Path
 
 import pytest
 from load_script import REPOSITORY, load_script
@@ -42,20 +43,34 @@ def test_pairs_are_all_different_and_all_of_them_if_no_number_is_given():
     assert all(0 <= small <= large <= 9999 for small, large in pairs)
 
 
-def test_shipped_questions_are_answered_and_held_out_ones_are_not_trained_on():
-    folder = REPOSITORY / "assets/arithmetic"
-    read = {
-        file.stem: [json.loads(line) for line in file.read_text().splitlines()]
-        for file in folder.glob("*.jsonl")
-    }
-    assert read.keys() == {"train", "heldout_sums", "heldout_differences"}
+def make(monkeypatch, folder: Path, *options: str) -> dict[str, str]:
+    """Runs the script; returns the texts of the files that it writes."""
+    monkeypatch.setattr("sys.argv", ["make_arithmetic.py", "--output", str(folder), *options])
+    script.main()
+    return {file.stem: file.read_text() for file in folder.glob("*.jsonl")}
+
+
+def test_shipped_questions_are_those_of_the_script(monkeypatch, tmp_path):
+    shipped = {file.stem: file.read_text() for file in REPOSITORY.glob("assets/arithmetic/*.jsonl")}
+    assert make(monkeypatch, tmp_path) == shipped
+
+
+@pytest.mark.parametrize("options", [[], ["--largest", "9999", "--rows", "1000"]])
+def test_questions_are_answered_and_held_out_ones_are_not_trained_on(
+    monkeypatch, tmp_path, options
+):
+    texts = make(monkeypatch, tmp_path, *options)
+    assert texts.keys() == {"train", "heldout_sums", "heldout_differences"}
+    rows = {name: [json.loads(line) for line in text.splitlines()] for name, text in texts.items()}
+    assert [len(rows[name]) for name in ("heldout_sums", "heldout_differences")] == [128, 128]
+    assert len(rows["train"]) == (744 if options else 101 * 102 // 2 - 256)
     pairs = {
-        name: [tuple(sorted(map(int, re.findall(r"\d+", row["prompt"])))) for row in rows]
-        for name, rows in read.items()
+        name: [tuple(sorted(map(int, re.findall(r"\d+", row["prompt"])))) for row in of_file]
+        for name, of_file in rows.items()
     }
     of_sums, of_differences = pairs["heldout_sums"], pairs["heldout_differences"]
     assert not set(pairs["train"]) & {*of_sums, *of_differences}
-    answers = {name: [int(row["answer"]) for row in rows] for name, rows in read.items()}
+    answers = {name: [int(row["answer"]) for row in of_file] for name, of_file in rows.items()}
     assert answers["heldout_sums"] == [small + large for small, large in of_sums]
     assert answers["heldout_differences"] == [large - small for small, large in of_differences]
     for (small, large), answer in zip(pairs["train"], answers["train"], strict=True):
