@@ -221,6 +221,14 @@ def test_short_questions_get_short_answers_and_rows_hold_a_group_where_it_fits(
     assert ("room for a line" in text) == (reward is LINE)
 
 
+def test_a_model_that_always_thinks_has_room_to_think_before_a_calculation(folder):
+    found = found_of(
+        read_hf_model(folder), CPU, [60], reward=LINE, form=PromptForm(Prompts("x"), thinks=True)
+    )
+    without = found_of(read_hf_model(folder), CPU, [60], reward=NUMBER)
+    assert choose_sizes(found).new > choose_sizes(without).new
+
+
 @pytest.mark.parametrize(
     ("question", "is_brief"),
     [

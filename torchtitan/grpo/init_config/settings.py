@@ -31,7 +31,6 @@ _ROW = {True: 2048, False: 256}
 _MICROBATCH = {True: 8192, False: 2048}
 _NEW, _MOST_NEW = {True: 1024, False: 256}, {True: 4096, False: 512}
 _OF_CALCULATION = 4  # a calculation in one line gets this part of _NEW
-_ROOM = {"alone": "", "calculation": "room for a line; "}
 _ON_GPU = {
     "steps": 200,
     "why_steps": "a first run; raise it while the reward rises",
@@ -122,9 +121,13 @@ def _new_tokens(found: Findings) -> int:
     if found.reward.form == "alone":
         return max(16, wanted)
     budget = _NEW[on_gpu] * (_THINKING_TIMES if found.form.thinks else 1)
-    if found.reward.form == "calculation":
+    if _in_one_line(found):
         budget //= _OF_CALCULATION
     return max(budget, min(wanted, _MOST_NEW[on_gpu]))
+
+
+def _in_one_line(found: Findings) -> bool:
+    return found.reward.form == "calculation" and not found.form.thinks
 
 
 def _up(number: int, step: int) -> int:
@@ -160,7 +163,9 @@ def _values(found: Findings, sizes: Sizes) -> dict[str, Any]:
     why_reward = "to be written: no built-in reward fits"
     if reward.is_builtin:
         why_reward = f"gives 1.0 to {reward.hits} of {reward.num_rows} right answers of the data"
-    room = _ROOM.get(reward.form, "room to reason; ")
+    room = "room for a line; " if _in_one_line(found) else "room to reason; "
+    if reward.form == "alone":
+        room = ""
     return {
         **(_ON_GPU if machine.on_gpu else _ON_CPU),
         **_fast_dtype(machine),
