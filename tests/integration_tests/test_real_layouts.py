@@ -26,7 +26,7 @@ def test_a_colocated_run_of_a_real_model_serves_what_it_trains_and_is_repeated_b
     settings = (
         f"--model.hf_assets_path={smollm2}", "--training.steps=3", "--training.seq_len=128",
         "--optimizer.lr=1e-4", "--lr_scheduler.warmup_steps=0",
-        f"--prompts.path={data / 'train.jsonl'}", f"--evaluation.path={data / 'heldout.jsonl'}",
+        f"--prompts.path={data / 'train.jsonl'}", f"--evaluation.path={data / 'heldout_sums.jsonl'}",
         "--evaluation.num_prompts=2", f"--reward.functions={tmp_path / 'mine.py'}:reward",
         "--grpo.prompts_per_step=2", "--grpo.group_size=4", "--rollout.max_new_tokens=24",
         "--rollout.max_head_offpolicyness=0",
