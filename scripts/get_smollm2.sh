@@ -27,8 +27,9 @@ if [[ -f "$folder/model.safetensors" && -f "$folder/config.json" ]]; then
 fi
 [[ -e "$folder" ]] && die "$folder exists and holds no whole model; remove it, or name another folder"
 
-bash "$REPOSITORY/scripts/install.sh"
 PYTHON="$REPOSITORY/.venv/bin/python"
+# An environment that exists stays as it is: on a machine with GPUs, it may be one for the CPU on purpose.
+[[ -x "$PYTHON" ]] || bash "$REPOSITORY/scripts/install.sh"
 if [[ $hub == yes ]]; then
     exec "$REPOSITORY/.venv/bin/hf" download "$HUB_NAME" --local-dir "$folder" \
         --include "*.json" --include "*.txt" --include "*.safetensors"
