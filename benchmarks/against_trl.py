@@ -145,24 +145,22 @@ def command_of(side: str, job: dict[str, Any], folder: Path) -> list[str]:
     return [sys.executable, *torchrun, "1", *own]
 
 
-def resident_gib(process: psutil.Process) -> float:
+def resident_gib(members: set[psutil.Process]) -> float:
     total = 0
-    with contextlib.suppress(psutil.Error):
-        for member in [process, *process.children(recursive=True)]:
-            with contextlib.suppress(psutil.Error):
-                total += member.memory_info().rss
+    for member in members:
+        with contextlib.suppress(psutil.Error):
+            total += member.memory_info().rss
     return total / 2**30
 
 
-def end(process: psutil.Popen) -> None:
-    """Ends a process and all that it has started."""
+def end(process: psutil.Popen, members: set[psutil.Process]) -> None:
+    """Ends a process, and then those of its ``members`` that it has left behind."""
     with contextlib.suppress(psutil.Error):
-        members = [process, *process.children(recursive=True)]
         process.terminate()
-        for member in psutil.wait_procs(members, END_SECONDS)[1]:
-            with contextlib.suppress(psutil.Error):
-                member.kill()
-        psutil.wait_procs(members, END_SECONDS)
+    for member in psutil.wait_procs(members, END_SECONDS)[1]:
+        with contextlib.suppress(psutil.Error):
+            member.kill()
+    psutil.wait_procs(members, END_SECONDS)
 
 
 def run_side(side: str, job: dict[str, Any], folder: Path) -> Run:
@@ -179,16 +177,19 @@ def run_side(side: str, job: dict[str, Any], folder: Path) -> Run:
         process = psutil.Popen(
             command, env=os.environ | settings, stdout=output, stderr=subprocess.STDOUT
         )
+        members: set[psutil.Process] = {process}
         try:
             status = None
             while status is None and time.monotonic() < begin + RUN_SECONDS:
                 time.sleep(SAMPLE_SECONDS)
                 status = process.poll()
-                run.peak_gib = max(run.peak_gib, resident_gib(process))
+                with contextlib.suppress(psutil.Error):
+                    members.update(process.children(recursive=True))
+                run.peak_gib = max(run.peak_gib, resident_gib(members))
                 lines = records.read_text().splitlines() if records.exists() else []
                 run.arrivals += [time.monotonic() - begin] * (len(lines) - len(run.arrivals))
         finally:
-            end(process)
+            end(process, members)
     if status != 0 or len(lines) != job["steps"]:
         what = f"took over {RUN_SECONDS:g} s" if status is None else f"ended with {status}"
         raise SystemExit(f"{side} {what} after {len(lines)} steps:\n{log.read_text()[-6000:]}")

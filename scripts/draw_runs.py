@@ -43,13 +43,17 @@ def draw(folders: list[Path], metric: str, title: str, output: Path) -> None:
         for name, style in zip(_set_names(evaluations), itertools.cycle(STYLES)):
             scores = read(evaluations, f"evaluation/{name}/score")
             axes.plot(*scores, style, color=color, markersize=4, label=f"{folder.name}: {name}")
-    axes.set(xlabel="step", ylabel="score", ylim=(0, 1.02), title=title)
+    axes.set(xlabel="step", ylabel="score", title=title)
+    if axes.dataLim.ymin >= 0 and axes.dataLim.ymax <= 1:
+        axes.set_ylim(0, 1.02)
     axes.grid(alpha=0.3)
     axes.legend(title=f"points: held out; thin lines: {metric}, mean of {WINDOW} steps", fontsize=8)
     figure.savefig(output, dpi=120)
 
 
 def _set_names(file: Path) -> list[str]:
+    if not file.exists():
+        return []  # a run without [evaluation]
     first = json.loads(file.read_text(encoding="utf-8").splitlines()[0])
     return [key.split("/")[1] for key in first if key.count("/") == 2 and key.endswith("/score")]
 

@@ -70,9 +70,11 @@ def main() -> None:
         "--rows", type=int, default=0, help="rows of all files together; 0: every pair"
     )
     options = parser.parse_args()
-    if 0 < options.rows <= options.heldout_rows:
+    total = (options.largest + 1) * (options.largest + 2) // 2
+    if not options.heldout_rows < (options.rows or total) <= total:
         parser.error(
-            f"--rows must be above --heldout-rows = {options.heldout_rows}, got {options.rows}."
+            f"--rows must be above --heldout-rows = {options.heldout_rows} and at most the {total} pairs of "
+            f"numbers up to --largest = {options.largest}, got {options.rows or f'all {total}'}."
         )
     rng = random.Random(options.seed)
     pairs = draw_pairs(rng, options.largest, options.rows)

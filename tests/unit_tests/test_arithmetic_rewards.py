@@ -26,12 +26,21 @@ script = load_script("scripts/make_arithmetic.py")
         ("128.5", 0, 1 / 1.125),
         ("It is -128.", 0, 1 / 65),
         ("I do not know.", 0, 0),
+        ("1e30", 0, 0),
+        ("9" * 40, 0, 0),
+        ([{"role": "assistant", "content": "It is 126."}], 2 / 3, 1 / 1.5),
     ],
 )
 def test_wrong_numbers_are_told_apart(completion, digits, nearness):
-    columns = {"completions": [completion], "answer": ["128"]}
-    assert rewards.right_digits(**columns) == pytest.approx([digits])
-    assert rewards.nearness(**columns) == pytest.approx([nearness])
+    for answer in ("128", 128):
+        columns = {"completions": [completion], "answer": [answer]}
+        assert rewards.right_digits(**columns) == pytest.approx([digits])
+        assert rewards.nearness(**columns) == pytest.approx([nearness])
+
+
+def test_digits_of_negative_numbers_count_if_the_sign_is_right():
+    digits = rewards.right_digits(completions=["It is -126.", "126"], answer=["-128", "-128"])
+    assert digits == pytest.approx([2 / 3, 0])
 
 
 def test_pairs_are_all_different_and_all_of_them_if_no_number_is_given():
@@ -48,6 +57,13 @@ def make(monkeypatch, folder: Path, *options: str) -> dict[str, str]:
     monkeypatch.setattr("sys.argv", ["make_arithmetic.py", "--output", str(folder), *options])
     script.main()
     return {file.stem: file.read_text() for file in folder.glob("*.jsonl")}
+
+
+@pytest.mark.parametrize("options", [["--largest", "10"], ["--largest", "20", "--rows", "1000"]])
+def test_numbers_without_enough_pairs_are_refused(monkeypatch, tmp_path, capsys, options):
+    with pytest.raises(SystemExit):
+        make(monkeypatch, tmp_path, *options)
+    assert "at most the" in capsys.readouterr().err
 
 
 def test_shipped_questions_are_those_of_the_script(monkeypatch, tmp_path):

@@ -31,15 +31,16 @@ def folders(tmp_path: Path) -> list[Path]:
 
 
 def test_every_run_and_set_is_drawn(folders, monkeypatch, tmp_path):
-    lines = {}
-    monkeypatch.setattr(
-        script.plt.Figure, "savefig",
-        lambda figure, *_, **__: lines.update(
-            {line.get_label(): line.get_xydata().tolist() for line in figure.axes[0].lines}
-        ),
-    )  # fmt: skip
+    lines, limits = {}, []
+
+    def save(figure, *_, **__):
+        (axes,) = figure.axes
+        lines.update({line.get_label(): line.get_xydata().tolist() for line in axes.lines})
+        limits.append(axes.get_ylim())
+
+    monkeypatch.setattr(script.plt.Figure, "savefig", save)
     script.draw(folders, "reward/mean", "title", tmp_path / "curve.png")
-    assert len(lines) == 4
+    assert len(lines) == 4 and limits == [(0, 1.02)]
     assert lines["seed0: sums"] == [[0, 0], [2, 0.5], [4, 1]]
     assert lines["seed1: sums"] == [[0, 0], [4, 1]]
     running = [points for label, points in lines.items() if label.startswith("_")]
@@ -51,5 +52,13 @@ def test_a_picture_is_written(folders, monkeypatch, tmp_path):
     output = tmp_path / "curve.png"
     arguments = ["draw_runs.py", *map(str, folders), "--metric", "grad_norm"]
     monkeypatch.setattr("sys.argv", [*arguments, "--output", str(output)])
+    (folders[1] / "evaluations.jsonl").unlink()  # a run without [evaluation]
+    bounds = []
+    save = script.plt.Figure.savefig
+    monkeypatch.setattr(
+        script.plt.Figure, "savefig",
+        lambda figure, *a, **k: (bounds.append(figure.axes[0].get_ylim()), save(figure, *a, **k)),
+    )  # fmt: skip
     script.main()
+    assert bounds[0][0] <= 0 and bounds[0][1] >= 3
     assert output.read_bytes().startswith(b"\x89PNG")

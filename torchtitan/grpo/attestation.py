@@ -267,10 +267,11 @@ class ServerAttestation:
             async with asyncio.timeout(seconds):
                 expected = await sent.checksums(version)
         except (TimeoutError, RuntimeError) as error:  # the server is not to blame
+            late = f"they have not arrived within weight_sync.timeout_seconds = {seconds:g}"
             logger.warning(
-                "The checksums of version %d must arrive from the ranks that sent it within "
-                "weight_sync.timeout_seconds = %g, but %s: %s. %s serves it without this comparison.",
-                version, seconds, type(error).__name__, error, url,
+                "%s serves version %d without a comparison of its tensors with those of the ranks "
+                "that sent it, whose checksums are missing: %s.",
+                url, version, str(error).rstrip(".") or late,
             )  # fmt: skip
             return
         wrong = [name for name, checksum in expected.items() if served.get(name) != checksum]

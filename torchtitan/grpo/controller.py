@@ -283,6 +283,9 @@ class RolloutController(StepSource):
         config = process_config(
             self.config, self._model, version, self.progress, self._fetch_secret, self._date
         )
+        if self.config.inference.launch and self.config.inference.dtype == "auto":
+            # Measured on a CPU, so another start may decide otherwise.
+            logger.info("Launched servers compute in %s (inference.dtype).", config.inference.dtype)
         return replace(config, saved_rollouts=None) if version == self._unused_version else config
 
     def _wait_ready(self) -> None:

@@ -233,7 +233,7 @@ def test_a_model_that_always_thinks_has_room_to_think_before_a_calculation(folde
     ("question", "is_brief"),
     [
         ("What is 64 + 23?", True), (QUESTIONS[0], True), (f"{QUESTIONS[0]} {QUESTIONS[1]}", False),
-        ([user("What is 64 + 23?")], True), ([user(QUESTIONS[0] * 2)], False),
+        ("How many legs has a spider?", False), ("A wonderful film.", False), ([user("What is 64 + 23?")], True), ([user(QUESTIONS[0] * 2)], False),
     ],
 )  # fmt: skip
 def test_questions_of_more_than_a_sentence_are_not_brief(question, is_brief):

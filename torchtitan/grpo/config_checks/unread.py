@@ -151,10 +151,7 @@ _READ_WITH: dict[str, dict[_Condition, tuple[str, ...]]] = {
         _above_zero("weight_sync.attest_every"): ("attest_tolerance",),
     },
     "guards": {
-        _not_off("guards.grad_norm"): (
-            *("grad_norm_limit", "grad_norm_factor", "grad_norm_window"),
-        ),
-        _above_zero("guards.grad_norm_factor"): ("grad_norm_window",),
+        _not_off("guards.grad_norm"): ("grad_norm_limit", "grad_norm_factor"),
         _not_off("guards.entropy"): ("entropy_floor",),
         _not_off("guards.mismatch_kl"): ("mismatch_kl_limit",),
         _not_off("guards.reference_kl"): ("reference_kl_limit",),

@@ -52,7 +52,9 @@ def say_form(columns: Columns) -> bool:
 
 
 def ask_briefly(columns: Columns) -> bool:
-    """Whether the questions are short, as those for sums are."""
+    """Whether the questions are short and hold numbers, as those for sums do."""
+    if 2 * sum(any(map(str.isdigit, str(text))) for text in columns.texts) < len(columns.texts):
+        return False
     return statistics.median(map(num_characters, columns.texts)) <= _SHORT_QUESTION
 
 

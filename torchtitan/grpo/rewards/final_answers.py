@@ -15,6 +15,11 @@ _NUMBER = re.compile(
     r"(?P<digits>(?:(?<!\w)(?<!\d\.)(?:\d{1,3}(?:\{?,\}?\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![\w.])\.\d+)"
     r"(?:[eE][-+]?\d{1,3}(?!\w))?)"
 )
+# What makes a number a part of a formula, as in `x+1`, `2^{n}` or `2\pi`, but not in `2\text{ cm}`.
+_FORMULA_BEFORE = re.compile(r".*(?:[*/^_]\{?|[\w)}\]]\s*\+|\b[A-Za-z]\s*[-−])\s*", re.DOTALL)
+_FORMULA_AFTER = re.compile(
+    r"\s*(?:[+*/]|[-−](?![A-Za-z]{2})|\^(?!\{?\\circ)|\\(?!text|mathrm|circ|[%$ ,;!]))|[A-Za-z]+\d"
+)
 
 
 def final_answer(text: str) -> str | None:
@@ -71,9 +76,12 @@ def numbers_in(text: str) -> list[Decimal]:
 
 
 def expected_number(answer: str) -> Decimal | None:
-    """Returns the number of an expected answer, or ``None`` if it has none, or several."""
-    numbers = numbers_in(read_expected(answer))
-    return numbers[0] if len(numbers) == 1 else None
+    """Returns the number of an expected answer, or ``None`` if it has none, several, or a formula."""
+    text = read_expected(answer)
+    found = [*_NUMBER.finditer(text)]
+    if len(found) != 1 or _FORMULA_AFTER.match(text, found[0].end()):
+        return None
+    return None if _FORMULA_BEFORE.fullmatch(text, 0, found[0].start()) else numbers_in(text)[0]
 
 
 def ends_in(text: str, expected: str) -> float | None:

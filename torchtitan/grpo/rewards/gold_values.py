@@ -90,7 +90,7 @@ def _number_problem(answer: Any) -> str | None:
         return None
     return (
         f"the column {COLUMN!r} is {_describe(unread[0])}, and last_number compares with its number. Each "
-        f"right answer must hold one number, such as 57 or $1,234.50. {_REMEDY}"
+        f"right answer must hold one number, such as 57 or $1,234.50; boxed_math compares formulas as well. {_REMEDY}"
     )
 
 

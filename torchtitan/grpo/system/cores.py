@@ -4,8 +4,11 @@
 """How processes that compute on CPUs share the cores of a machine."""
 
 import os
+from pathlib import Path
 
 import torch
+
+_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 def share_cores(num_processes: int) -> None:
@@ -16,6 +19,15 @@ def share_cores(num_processes: int) -> None:
     kept, and where there is a GPU, nothing is set.
     """
     if not torch.cuda.is_available():
-        threads = max(1, torch.get_num_threads() // num_processes)
+        threads = max(1, min(torch.get_num_threads(), _quota()) // num_processes)
         os.environ.setdefault("OMP_NUM_THREADS", str(threads))
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+def _quota(file: Path = _QUOTA) -> int:
+    """Returns how many cores the container may keep busy (cgroup v2), at least 1."""
+    try:
+        microseconds, period = file.read_text().split()
+        return max(1, int(microseconds) // int(period))
+    except (OSError, ValueError):
+        return os.cpu_count() or 1  # no limit, or no cgroup v2

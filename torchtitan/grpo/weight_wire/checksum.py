@@ -26,7 +26,7 @@ _MIXER = 0x9E3779B97F4A7C15 - _MODULUS  # odd, as int64
 _LENGTH_WEIGHT = 0xD6E8FEB86659FD93  # odd
 # Rows that are summed at once: few enough for a CPU's cache, and enough to keep a GPU busy (with
 # 64 MiB of temporary memory).
-_CPU_ROWS, _GPU_ROWS = 1, 256
+_CPU_ROWS, _GPU_ROWS = 1, 128
 
 
 @torch.no_grad()

@@ -82,6 +82,9 @@ def test_a_completion_without_a_number_earns_nothing(completion):
     ("answer", "reward"),
     [
         ("So 6*7 = 42.\n#### 42", 1.0), ("The answer is $42.", 1.0), ("\\boxed{42}", 1.0), (42.0, 1.0), ("42 apples", 1.0),
+        ("42\\%", 1.0), ("42\\text{ cm}", 1.0), ("42^\\circ", 1.0), ("\\$42", 1.0), ("x = 42", 1.0), ("42-year", 1.0),
+        ("42km", 1.0), ("x+42", None), ("42x2", None), ("x^{42}", None), ("+42", 1.0), ("x^42", None), ("42\\pi", None), ("42-x", None),
+        ("x - 42", None), ("42 * x", None), ("a_42", None),
         (43, 0.0), (["41", "42"], 1.0), ("1/2", None), ("forty-two", None), (None, None), (["43", "none"], None),
     ],
 )  # fmt: skip

@@ -226,8 +226,17 @@ class EmbeddedServer:
 
     async def _weights_checker(self, http: web.Request) -> web.Response:
         self._require_weights()
+
+        def read() -> dict[str, str] | Exception:
+            try:
+                return self.updater.table.checksums()
+            except Exception as error:  # reading has changed nothing, so the engine goes on
+                return error
+
         # On the engine's thread, so that no swap happens between two parameters.
-        checksums = await asyncio.wrap_future(self.engine.run(self.updater.table.checksums))
+        checksums = await asyncio.wrap_future(self.engine.run(read))
+        if isinstance(checksums, Exception):
+            raise checksums
         return success("Success.", ranks=[{"checksums": checksums, "dtype": self._info["dtype"]}])
 
     # -- control ----------------------------------------------------------------------

@@ -14,7 +14,12 @@ from torchtitan.grpo.inference.client import MAX_TOP_TOKENS
 from torchtitan.grpo.inference.embedded.bodies import MAX_PROMPTS, GenerateBody, ModelFacts, parse
 from torchtitan.grpo.inference.embedded.request import Request
 from torchtitan.grpo.inference.embedded.residence import Residence
-from torchtitan.grpo.inference.embedded.sampling import SamplingBatch, SamplingParams, sample
+from torchtitan.grpo.inference.embedded.sampling import (
+    SamplingBatch,
+    SamplingParams,
+    _draw,
+    sample,
+)
 from torchtitan.grpo.inference.embedded.server import EngineMonitor
 from torchtitan.grpo.inference.embedded.step_layout import upload
 from torchtitan.grpo.inference.embedded.weights import WeightTable
@@ -32,6 +37,39 @@ def draw(
     columns = upload(SamplingBatch.columns(params), CPU, torch.float64)
     batch = SamplingBatch.from_columns(columns, params, [None] * len(params))
     return sample(logits, batch, torch.Generator().manual_seed(0), excluded)
+
+
+def test_tokens_of_all_blocks_are_drawn_as_often_as_their_probabilities_say():
+    """The vocabulary has two whole blocks and a part; a block begins at 256 and at 512."""
+    weights = torch.zeros(600)
+    weights[[3, 255, 256, 300, 511, 512, 599]] = torch.tensor([4.0, 1, 2, 3, 1, 5, 4])
+    num_draws = 20_000
+    excluded = torch.zeros(600, dtype=torch.bool)
+    for mask in (None, excluded):
+        excluded[250:300] = True
+        ids, logprobs = draw(
+            weights.log().expand(num_draws, -1), [SamplingParams()] * num_draws, mask
+        )
+        allowed = weights if mask is None else weights.masked_fill(mask, 0)
+        expected = allowed / allowed.sum()
+        shares = ids.bincount(minlength=600) / num_draws
+        assert (shares - expected).abs().max() < 4 * (0.25 / num_draws) ** 0.5
+        assert not shares[allowed == 0].any()
+        torch.testing.assert_close(logprobs, (weights / weights.sum()).log()[ids])
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "uniform", "token"),
+    [
+        (0, 599, 0.0, 0), (0, 599, 255.5 / 600, 255), (0, 599, 256.5 / 600, 256), (0, 599, 512.5 / 600, 512),
+        (0, 599, 1 - 2**-53, 599), (0, 255, 1 - 2**-53, 255), (0, 511, 1 - 2**-53, 511), (256, 599, 0.0, 256),
+        (512, 599, 0.0, 512), (270, 300, 0.0, 270), (270, 300, 1 - 2**-53, 300),
+    ],
+)  # fmt: skip
+def test_a_random_number_leads_to_the_token_at_which_the_sum_passes_it(first, last, uniform, token):
+    weights = torch.zeros(1, 600)
+    weights[:, first : last + 1] = 0.25
+    assert _draw(weights, torch.tensor([[uniform]], dtype=torch.float64)).tolist() == [token]
 
 
 @pytest.mark.parametrize(
