@@ -227,7 +227,7 @@ class EmbeddedServer:
     async def _weights_checker(self, http: web.Request) -> web.Response:
         self._require_weights()
 
-        def read() -> dict[str, str] | Exception:
+        def read() -> dict[str, int] | Exception:
             try:
                 return self.updater.table.checksums()
             except Exception as error:  # reading has changed nothing, so the engine goes on
