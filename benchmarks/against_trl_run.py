@@ -11,7 +11,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from arithmetic_reward import last_number
+from arithmetic_reward import right_digits
 from datasets import Dataset
 from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
@@ -76,7 +76,7 @@ def main() -> None:
     }  # fmt: skip
     trainer = GRPOTrainer(
         model=job["model"],
-        reward_funcs=last_number,
+        reward_funcs=right_digits,
         args=GRPOConfig(**settings),
         train_dataset=Dataset.from_list(rows),
         processing_class=AutoTokenizer.from_pretrained(job["model"], padding_side="left"),

@@ -6,14 +6,27 @@
 import re
 from typing import Any
 
-NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+NUMBER = re.compile(r"-?\d+")
+MOST_DIGITS = 30
 
 
-def last_number(completions: list[Any], answer: list[str], **columns: Any) -> list[float]:
-    """Returns 1 for each completion whose last number is the answer, and 0 for the others."""
-    rewards = []
-    for completion, expected in zip(completions, answer, strict=True):
-        text = completion if isinstance(completion, str) else completion[-1]["content"]
-        numbers = NUMBER.findall(text.replace(",", ""))
-        rewards.append(float(bool(numbers) and float(numbers[-1]) == float(expected)))
-    return rewards
+def right_digits(completions: list[Any], answer: list[str], **columns: Any) -> list[float]:
+    """Returns the share of right digits of each completion's last number; 1 if it is the answer.
+
+    Digits are compared by their places: 126 has two of the three digits of 128, and so has 28.
+    """
+    return [_share(_text(c), expected) for c, expected in zip(completions, answer, strict=True)]
+
+
+def _text(completion: Any) -> str:
+    return completion if isinstance(completion, str) else completion[-1]["content"]
+
+
+def _share(text: str, expected: str) -> float:
+    found = NUMBER.findall(text.replace(",", ""))
+    given = found[-1] if found else ""
+    if not given or len(given) > MOST_DIGITS or given.startswith("-"):
+        return 0.0
+    length = max(len(given), len(expected))
+    pairs = zip(given.rjust(length), expected.rjust(length), strict=True)
+    return sum(one == other for one, other in pairs) / length
