@@ -13,8 +13,8 @@ many steps apart), 8 prompts with 8 completions of at most 24 tokens in a step, 
 the clipped loss as the mean over all tokens of a batch, one step of AdamW for each batch, a constant
 learning rate, float32 weights that are computed with in float32 or bfloat16 (autocast in TRL), all
 activations kept, and two cores. ``sync`` generates with the newest weights, as TRL does; ``async``, this
-trainer's default, generates the next batch while it trains. Every process has two threads (``--trl-
-processes 2``: two processes with one), and all processes of a side the same two cores. Different: with
+trainer's default, generates the next batch while it trains. Every process has two threads
+(``--trl-processes 2``: two processes with one), and all processes of a side the same two cores. Different: with
 bfloat16, TRL generates under autocast, which casts all weights for each token, and this trainer's server
 holds them in bfloat16. The random numbers of sampling differ, and so does the importance weight between
 server and trainer, which TRL has with vLLM only. Not compared: TRL with vLLM, GPUs, evaluation,
