@@ -15,8 +15,8 @@ from torchtitan.grpo.rewards.final_answers import numbers_in
 
 HALF_WAY = 4
 """An answer that is wrong by so much has a nearness of 0.5."""
-MOST_DIGITS = 30
-"""A longer number has no right digits."""
+MOST_DIGITS = 28
+"""A longer number has no right digits; decimal arithmetic is exact up to here."""
 
 
 def right_digits(completions, answer, **kwargs) -> list[float]:

@@ -27,6 +27,8 @@ script = load_script("scripts/make_arithmetic.py")
         ("It is -128.", 0, 1 / 65),
         ("I do not know.", 0, 0),
         ("1e30", 0, 0),
+        ("9" * 28, 0, 0),
+        ("9" * 29, 0, 0),
         ("9" * 40, 0, 0),
         ([{"role": "assistant", "content": "It is 126."}], 2 / 3, 1 / 1.5),
     ],

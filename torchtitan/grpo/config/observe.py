@@ -88,8 +88,8 @@ class Guards:
     ``grad_norm_window`` norms. It does not act on a norm that is at most ``training.max_norm``."""
 
     grad_norm_window: Annotated[int, at_least(2)] = 20
-    """Number of optimizer steps over which the median is computed, also for the parameter that a
-    spike names. Both have no effect until this start of the run has taken that many steps."""
+    """Number of optimizer steps over which the median is computed. Until this start of the run has
+    taken that many, ``grad_norm_factor`` has no effect and no step counts as a spike."""
 
     entropy: Action = "warn"
     """What happens if the policy's mean entropy is below ``entropy_floor``, which means that the
