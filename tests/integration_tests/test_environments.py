@@ -3,6 +3,8 @@
 
 """Whole runs with several turns: the embedded server, the calculator, and the trained tokens."""
 
+import re
+
 import pytest
 
 from torchtitan.grpo.rollout.environments.calculator import CannotCalculate, calculate
@@ -87,7 +89,8 @@ def is_answered(sample: dict) -> bool:
     turns = sample["context"]
     assert all(turn["trained"] == (turn["role"] == "model") for turn in turns)
     written = "".join(turn["text"] for turn in turns[1:])
-    assert written.removesuffix("<eos>") == sample["completion"]
+    # A completion leaves out special tokens; these models sample <pad> now and then.
+    assert re.sub("<(eos|pad|unk)>", "", written) == sample["completion"]
     call, equals, rest = sample["completion"].partition("=")
     if not equals or sample["finish_reason"] != "stop":
         return False

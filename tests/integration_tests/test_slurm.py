@@ -124,8 +124,10 @@ def test_a_run_that_is_refused_is_not_queued_again(make_job):
 def test_a_job_at_its_time_limit_is_queued_again_and_goes_on(make_job):
     job = make_job("grpo.slurm", NPROC_PER_NODE="2", **ONE_NODE_AND_A_SERVER)
     run = job.run
+    # Several groups ahead in short segments, so that tokens are in flight at any moment.
+    ahead = ("--rollout.max_head_offpolicyness=4", "--rollout.segment_tokens=2")
     arguments = (
-        *("train_configs/quickstart.toml", f"--job.dump_folder={run.folder}", *SMALL),
+        *("train_configs/quickstart.toml", f"--job.dump_folder={run.folder}", *SMALL, *ahead),
         *("--checkpoint.enable", "--checkpoint.interval=100", "--grpo.stop_timeout_seconds=120"),
     )
     job.start(*arguments, "--training.steps=1000")
@@ -136,7 +138,7 @@ def test_a_job_at_its_time_limit_is_queued_again_and_goes_on(make_job):
     last = run.metrics[-1]["step"]
     # Slurm's own signals would have reached the rollout process as well.
     assert f"Stopped after step {last}. " in run.console
-    assert "rollouts in flight are kept with it" in run.console
+    assert "rollouts in flight are kept with it" in run.console, run.console[-6000:]
     run.wait_until_processes_end()
 
     assert job.finish(*arguments, f"--training.steps={last + 1}") == 0, run.console[-6000:]
