@@ -33,7 +33,7 @@ def read(file: Path, name: str) -> tuple[list[int], list[float]]:
 
 
 def draw(folders: list[Path], metric: str, title: str, output: Path) -> None:
-    figure, axes = plt.subplots(figsize=(7, 3.6), layout="constrained")
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     for number, folder in enumerate(folders):
         color = f"C{number}"
         steps, values = read(folder / "metrics.jsonl", metric)
@@ -47,7 +47,8 @@ def draw(folders: list[Path], metric: str, title: str, output: Path) -> None:
     if axes.dataLim.ymin >= 0 and axes.dataLim.ymax <= 1:
         axes.set_ylim(0, 1.02)
     axes.grid(alpha=0.3)
-    axes.legend(title=f"points: held out; thin lines: {metric}, mean of {WINDOW} steps", fontsize=8)
+    meaning = f"points: held out; thin lines: {metric}, mean of {WINDOW} steps"
+    figure.legend(title=meaning, fontsize=8, ncols=3, loc="outside lower center", frameon=False)
     figure.savefig(output, dpi=120)
 
 
