@@ -86,6 +86,13 @@ def test_layouts_give_the_same_numbers(choice: str) -> None:
     assert "llama3/FSDP2 x2, PP x2, ZBVZeroBubble/gradients" in run("layout_parity", choice)
 
 
+@pytest.mark.long
+@pytest.mark.timeout(5400)
+def test_layouts_give_the_same_numbers_with_a_real_model(smollm2: Path) -> None:
+    figures = run("layout_parity", "--model", str(smollm2))
+    assert {"real/TP x3, critic/gradients", "real/PP x2, ZBVZeroBubble/gradients"} <= figures.keys()
+
+
 @pytest.mark.parametrize("publishes", [150, long(2000)])
 def test_no_mixture_is_served_while_servers_are_killed_and_stopped(publishes: int) -> None:
     result = run("torn_free", "--publishes", str(publishes))
