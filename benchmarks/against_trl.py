@@ -20,12 +20,13 @@ holds them in bfloat16. The random numbers of sampling differ, and so does the i
 server and trainer, which TRL has with vLLM only. Not compared: TRL with vLLM, GPUs, evaluation,
 checkpoints.
 
-Times of steps are those that a side notes itself, without the first step; seconds to a reward count from
-the start of the command, loading included. Memory is the largest sum of the resident sizes of a side's
+Times of steps are those that a side notes itself, without the first step; seconds to a reward of 0.5 (mean of
+five steps) count from the start of the command, loading included. Memory is the largest sum of the resident sizes of a side's
 processes, in which shared pages count repeatedly. The machine must be quiet. The exit status is 1 unless
 each mode takes at most half of TRL's time for a step, and its reward in the last quarter of the steps is at
-most two standard errors below TRL's (of the means of the seeds; with one seed, of its steps). The first
-call above takes about 15 minutes for each seed and bfloat16, and twice that for float32.
+most two standard errors below TRL's (of the means of the seeds; with one seed, of its steps). Without
+options, seed 0 is run in bfloat16, which takes about 13 minutes; each further seed takes as long, and float32 about
+twice as long.
 
 ``--check`` tests that both compute the same: this trainer records three synchronous steps in float32, and
 TRL trains on the recorded completions. Its tokens of the prompts must be those of the record, and rewards,
