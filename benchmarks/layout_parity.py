@@ -20,7 +20,7 @@ checkpointing and several updates per batch. ``--all`` runs every layout, which 
 minutes. ``--only TEXT`` runs the layouts whose name contains the text, and their baselines.
 ``--model NAME`` runs the layouts of one model. ``--model DIRECTORY`` runs a real model, such as
 that of `scripts/get_smollm2.sh`, under layouts of its own, on completions that it samples; for
-SmolLM2-135M this needs 12 GiB of memory and 10 GB of disk. The benchmark prints one row for each layout, and
+SmolLM2-135M this needs 20 GiB of memory and 10 GB of disk. The benchmark prints one row for each layout, and
 exits with status 1 if a layout differs. With ``--json`` the last line is a JSON object.
 """
 
@@ -44,6 +44,9 @@ from safetensors.torch import load_file, save_file
 from torchtitan.grpo.data.record import RolloutRecorder
 from torchtitan.grpo.types import PromptProgress, RolloutGroup
 
+TOLERANCES = {REAL: 5e-5}
+"""For models other than tiny ones. In SmolLM2-135M, rounding alone, as when a process computes rows in another
+order, changes gradients by 1.3e-5."""
 TOLERANCE = 1e-5
 ADAMW_LOSS_TOLERANCE = 1e-4
 TIMEOUT_SECONDS = 5400  # only ends ranks that hang: a busy machine is several times slower
@@ -240,7 +243,11 @@ def _arguments(
     if "lora" in layout.settings:
         del settings["grpo.ref_model_path"]  # the base model is the reference
     if layout.settings.get("advantage") == "gae":
-        settings |= {"critic.path": f"{model}-critic", "critic.lr": 1e-3, "critic.gamma": 0.97}
+        settings |= {
+            "critic.path": f"{model}-critic",
+            "critic.lr": settings["optimizer.lr"],
+            "critic.gamma": 0.97,
+        }
     plain = [text for key, value in settings.items() for text in (f"--{key}", str(value))]
     return plain + layout.arguments
 
@@ -274,10 +281,10 @@ def _distance(tensor: torch.Tensor, expected: torch.Tensor) -> float:
     return (distance / expected.double().norm() if distance else distance).item()
 
 
-def holds(figures: dict[str, float]) -> bool:
-    """Returns whether the differences of a layout are within the bounds. NaN is not."""
-    adamw = figures["adamw_loss"] <= ADAMW_LOSS_TOLERANCE
-    return adamw and all(v <= TOLERANCE for k, v in figures.items() if k != "adamw_loss")
+def holds(model: str, figures: dict[str, float]) -> bool:
+    """Returns whether the differences of a layout are within the model's bounds. NaN is not."""
+    adamw, bound = figures["adamw_loss"] <= ADAMW_LOSS_TOLERANCE, TOLERANCES.get(model, TOLERANCE)
+    return adamw and all(v <= bound for k, v in figures.items() if k != "adamw_loss")
 
 
 def add_choice(parser: argparse.ArgumentParser) -> None:
@@ -327,11 +334,13 @@ def main() -> int:
         f"{'model':10}{'layout':46}{'ranks':>5}  loss     grad norm gradients params   exported  "
         "replicas AdamW loss"
     )
+    ok = True
     for (model, name), figures in rows.items():
+        holds_here = holds(model, figures)
+        ok &= holds_here
         ranks = next(layout.ranks for layout in layouts[model] if layout.name == name)
         numbers = "  ".join(f"{value:.1e}" for value in figures.values())
-        print(f"{model:10}{name:46}{ranks:>5}  {numbers}  {'ok' if holds(figures) else 'DIFFERS'}")
-    ok = all(map(holds, rows.values()))
+        print(f"{model:10}{name:46}{ranks:>5}  {numbers}  {'ok' if holds_here else 'DIFFERS'}")
     if options.json:
         figures = {
             f"{model}/{name}/{figure}": value
