@@ -17,6 +17,10 @@ def ids_of(groups) -> set[int]:
     return {group.group_id for group in groups}
 
 
+def tokens_of(groups) -> dict[int, list[list[int]]]:
+    return {g.group_id: [r.token_ids.tolist() for r in g.rollouts] for g in groups}
+
+
 async def test_rollouts_kept_with_a_checkpoint_continue_and_none_is_lost_or_generated_twice(
     world_of,
 ):
@@ -48,16 +52,19 @@ async def test_a_batch_that_was_delivered_but_not_trained_is_kept(world_of, num_
     async with world_of(max_staleness=2, num_parts=num_parts) as world:
         world.push(0)
         batch = await world.batch(0)
-        saved, delivered = world.producer.save(0), ids_of(batch.groups)
+        saved, delivered = world.producer.save(0), tokens_of(batch.groups)
     assert saved.version == 0
-    assert delivered <= ids_of(saved.finished)
-    assert delivered <= set(saved.progress.open)
-    assert not delivered & saved.closed.keys()
+    assert delivered.keys() <= ids_of(saved.finished)
+    assert delivered.keys() <= set(saved.progress.open)
+    assert not delivered.keys() & saved.closed.keys()
 
+    found = {}
     async with world_of(max_staleness=2, saved=saved) as world:
-        world.push(0)
-        # A group that was not finished before may come with them.
-        assert delivered <= ids_of((await world.batch(0)).groups)
+        # An older group that was not finished before may take the place of one in the first batch.
+        for version in range(3):
+            world.push(version)
+            found |= tokens_of((await world.batch(version)).groups)
+    assert {group_id: found[group_id] for group_id in delivered} == delivered
 
 
 async def test_a_full_buffer_of_saved_groups_does_not_hold_up_what_their_batch_waits_for(world_of):
