@@ -59,8 +59,8 @@ def test_what_an_agent_asked_for_is_read_and_only_answers_are_trained(
         assert step["mismatch/kl"] < bound
         assert step["agent/failed_episodes"] == 0
         # One of some 4000 sampled tokens is <pad> or <unk>, and is not in the text that the program sends back. That
-        # text then begins a conversation.
-        assert step["agent/rows"] == step["agent/conversations"] < 1.05
+        # text then begins a conversation or, behind the first answer, a branch of one, which is a row.
+        assert 1 <= step["agent/conversations"] <= step["agent/rows"] < 1.05
         assert 1 < step["agent/requests"] <= 4
         assert 0 < step["reward/agent"] == step["reward/mean"] < 1
     assert 0.5 < run.summary["heldout_before"] <= 1
