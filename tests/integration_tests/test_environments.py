@@ -91,11 +91,15 @@ def is_answered(sample: dict) -> bool:
     written = "".join(turn["text"] for turn in turns[1:])
     # A completion leaves out special tokens; these models sample <pad> now and then.
     assert re.sub("<(eos|pad|unk)>", "", written) == sample["completion"]
-    call, equals, rest = sample["completion"].partition("=")
+    before, equals, rest = sample["completion"].partition("=")
     if not equals or sample["finish_reason"] != "stop":
         return False
+    # The calculator reads the end of the text alone: 8 of "12-3_8=".
+    call = re.search(r"[-+*() \d]*\Z", before, re.ASCII)
+    if call is None or not re.search(r"\d", call[0]):
+        return False
     try:
-        result = str(calculate(call))
+        result = str(calculate(call[0]))
     except CannotCalculate:
         return False  # it was an error, or no call
     assert rest.startswith(result)
