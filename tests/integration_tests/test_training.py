@@ -1,6 +1,5 @@
 """Whole runs with the embedded server: what they compute and which files they write."""
 
-import json
 import re
 
 import pytest
@@ -28,8 +27,8 @@ def test_an_asynchronous_run_leaves_everything_it_promises(make_run, repository)
     assert summary["policy_version"] == summary["server_version"] == summary["steps"] == 4
     assert 0 <= summary["heldout_before"] <= 1
     assert (run.folder / "reward_curve.png").stat().st_size > 1000
-    sample = json.loads((run.folder / "samples.jsonl").read_text().splitlines()[0])
-    assert sample["completion"].isdigit()
+    written = [sample["completion"] for sample in run.records("samples.jsonl")]
+    assert sum(map(str.isdigit, written)) > len(written) / 2
     (file,) = run.folder.rglob("events.out.tfevents.*")
     events = EventAccumulator(str(file))
     events.Reload()
