@@ -20,7 +20,7 @@ from net_hosts import SHARED, NetHost, why_not
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PATIENCE_SECONDS = 600.0
-NUM_STEPS = 12
+NUM_STEPS = 18
 ENDPOINT, REGISTRY = "10.77.0.1:29400", "10.77.0.1:29500"
 RUN = (
     f"--job.dump_folder={SHARED}/run", "--training.steps", str(NUM_STEPS), "--grpo.prompts_per_step=6",

@@ -36,7 +36,7 @@ def start(steps, **settings):
         "train_configs/quickstart.toml", reward=[right, "partial_match"], ranks=1,
         job={"dump_folder": "out"}, training={"steps": steps}, evaluation={"path": None},
         checkpoint={"enable": True}, workers={"pass_variables": ["TORCH_GRPO_TEST_MARK"]},
-        grpo={"prompts_per_step": 2} | settings,
+        grpo={"prompts_per_step": 2, "stop_timeout_seconds": 60} | settings,
     )
 
 try:
@@ -102,7 +102,7 @@ def test_processes_end_with_the_loop_and_with_the_script(script, tmp_path):
     assert "first 1 True\nfirst 2 True\n" in run.console
     stopped = int(re.findall(r"^Stopped after step (\d+)", run.console, re.MULTILINE)[0])
     (tmp_path / "go").touch()
-    run.wait_for(lambda: "\nsecond" in run.console, PATIENCE_SECONDS)
+    run.wait_for(lambda: re.search(r"^second \d+$", run.console, re.MULTILINE), PATIENCE_SECONDS)
     # The resumed run yields its own steps alone, and knows the function under its old name.
     assert re.findall(r"^second (\d+)$", run.console, re.MULTILINE)[0] == str(stopped + 1)
     assert "reward.functions:" not in run.console

@@ -124,7 +124,9 @@ async def test_wrong_weights_are_refused_and_the_next_push_heals(server, client,
         bad = make_bucket({f"model.layers.0.mlp.{name}.weight": torch.zeros(8, 8)})
         before = make_buckets(make_model(17), 4)[:2] if mistake == "half-way" else []
         flight = asyncio.create_task(
-            client.generate(sampled(f"bystander-{mistake}", [9, 9], LONG_COMPLETION))
+            client.generate(
+                replace(sampled(f"bystander-{mistake}", [9, 9], LONG_COMPLETION), ignore_eos=True)
+            )
         )
         with pytest.raises(ServerError):
             await trainer.push([*before, bad], wrong)

@@ -5,11 +5,11 @@
 
 import json
 import os
-import re
 import signal
 from pathlib import Path
 
 import pytest
+from server_kinds import held_port
 
 from torchtitan.grpo.command_line.reading import read_config
 from torchtitan.grpo.start.node import parse as parse_node
@@ -122,7 +122,9 @@ def test_a_run_that_is_refused_is_not_queued_again(make_job):
 
 
 def test_a_job_at_its_time_limit_is_queued_again_and_goes_on(make_job):
-    job = make_job("grpo.slurm", NPROC_PER_NODE="2", **ONE_NODE_AND_A_SERVER)
+    # A free port would be looked for long before the server listens.
+    port = {"SERVER_PORT": str(held_port())}
+    job = make_job("grpo.slurm", NPROC_PER_NODE="2", **ONE_NODE_AND_A_SERVER, **port)
     run = job.run
     # Several groups ahead in short segments, so that tokens are in flight at any moment.
     ahead = ("--rollout.max_head_offpolicyness=4", "--rollout.segment_tokens=2")
@@ -144,7 +146,7 @@ def test_a_job_at_its_time_limit_is_queued_again_and_goes_on(make_job):
     assert job.finish(*arguments, f"--training.steps={last + 1}") == 0, run.console[-6000:]
     assert [record["step"] for record in run.metrics] == list(range(1, last + 2))
     assert job.queued_again == [JOB_ID]
-    assert len(set(re.findall(r"\[register\] (http\S+) is registered", run.console))) == 2
+    assert run.console.count(" is registered") >= 2
     run.wait_until_processes_end()
 
 

@@ -152,7 +152,7 @@ def test_a_server_that_comes_late_or_again_is_sent_everything_before_it_counts(
 ):
     first, other = servers.urls
     servers.kill(1)
-    training = train(servers.urls, **sync)
+    training = train(servers.urls, **sync, **PATIENT)
     for _ in range(3):
         training.publish()
         training.wait_served(first)
@@ -233,7 +233,7 @@ def test_the_next_trainer_joins_servers_that_one_has_left_amid_a_push(sync, serv
 
 
 def test_a_full_disk_loses_no_version_but_the_one_it_stopped(servers, train):
-    training = train(servers.urls, transport="disk")
+    training = train(servers.urls, transport="disk", **PATIENT)
     training.publish()
     for url in servers.urls:
         training.assert_serves_newest(url)

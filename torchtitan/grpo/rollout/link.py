@@ -93,6 +93,7 @@ class RolloutLink:
         self._dropped_before: Counter[str] = Counter()  # by processes that were killed
         self._dropped: Counter[str] = Counter()
         self._saved: dict[int, int | None] = {}
+        self._saves_under_way: Counter[int] = Counter()
         # Answers that arrived while a different answer was expected.
         self._unclaimed: list[tuple[link_messages.Answer, list[bytes]]] = []
 
@@ -135,6 +136,7 @@ class RolloutLink:
         self._failure, self._asked_version, self._progress = None, None, link_messages.Progress("")
         self._dropped_before, self._dropped = self.dropped, Counter()
         self._unclaimed, self._stuck_since = [], None
+        self._saves_under_way.clear()
         self._wanted_for = None
         self._launch()
         with self._notices_lock:
@@ -246,11 +248,17 @@ class RolloutLink:
         """Requests that rollouts are saved beside the checkpoint of ``version``, without waiting."""
         self._saved.pop(version, None)
         self._send(link_messages.Save(version, list(kept_steps)))
+        self._saves_under_way[version] += 1
 
     def wait_saved(self, version: int, timeout_seconds: float) -> int | None:
-        """Waits until rollouts are written. Returns their number, or ``None`` after the timeout."""
+        """Waits until rollouts are written. Returns their number, or ``None`` after the timeout.
+
+        If they were requested twice for one version, they are written twice; the last counts.
+        """
         deadline = time.monotonic() + timeout_seconds
-        while version not in self._saved and time.monotonic() < deadline:
+        while self._saves_under_way[version] > 0:
+            if time.monotonic() >= deadline:
+                return None
             self._receive()
         return self._saved.get(version)
 
@@ -401,6 +409,7 @@ class RolloutLink:
             self._dropped = Counter(answer.counts)
         elif isinstance(answer, link_messages.Saved):
             self._saved[answer.version] = answer.num_rollouts
+            self._saves_under_way[answer.version] -= 1
         else:
             self._stuck_since = None  # what was waited for has arrived
             self._unclaimed.append((answer, frames))

@@ -16,6 +16,20 @@ ASK = "await self.devices.want(version)"
 LATE = "await self._send(link_messages.DevicesWanted(version - 1)); self.devices.free(version)"
 
 
+SAVING = """
+class Saving(process.RolloutProcess):
+    num_saves = 0
+
+    async def _save(self, saved, command):
+        self.num_saves += 1
+        count = self.num_saves
+        await asyncio.sleep(0.3 * count)
+        await self._send(link_messages.Saved(command.version, count))
+
+process.RolloutProcess = Saving
+"""
+
+
 @pytest.fixture
 def open_link(tmp_path: Path, monkeypatch) -> Iterator[Callable[[str], RolloutLink]]:
     """Starts a program in place of the rollout process, and closes the link to it."""
@@ -59,3 +73,11 @@ def test_devices_are_lent_once_for_each_batch_that_they_are_wanted_for(open_link
 def test_a_wish_that_its_batch_has_overtaken_makes_no_room(open_link):
     link = open_link(BARE + LENDING.replace("ASK", LATE))
     assert link.next_batch(0, 60.0, None, lambda: pytest.fail("nothing is wanted")) is not None
+
+
+def test_what_is_saved_again_for_one_version_is_waited_for_again(open_link):
+    """As after SIGTERM just behind a checkpoint: the first answer is not the second's."""
+    link = open_link(BARE + SAVING)
+    link.save(4, [])
+    link.save(4, [])
+    assert link.wait_saved(4, 60.0) == 2
