@@ -3,6 +3,7 @@
 
 """Whole runs with agents: the trained tokens, and what is killed at random times."""
 
+import contextlib
 import json
 import random
 import re
@@ -60,7 +61,7 @@ def test_what_an_agent_asked_for_is_read_and_only_answers_are_trained(
         assert step["agent/failed_episodes"] == 0
         # One of some 4000 sampled tokens is <pad> or <unk>, and is not in the text that the program sends back. That
         # text then begins a conversation or, behind the first answer, a branch of one, which is a row.
-        assert 1 <= step["agent/conversations"] <= step["agent/rows"] < 1.05
+        assert 1 <= step["agent/conversations"] <= step["agent/rows"] < 1.1
         assert 1 < step["agent/requests"] <= 4
         assert 0 < step["reward/agent"] == step["reward/mean"] < 1
     assert 0.5 < run.summary["heldout_before"] <= 1
@@ -138,13 +139,19 @@ def test_kills_at_random_times_lose_and_repeat_nothing(make_run: Callable, tmp_p
     )  # fmt: skip
     run = make_run(*arguments, num_ranks=1)
     run.start()
+
+    def has_killed(victim: str) -> bool:
+        with contextlib.suppress(psutil.NoSuchProcess, IndexError):  # a program ends by itself
+            rng.choice(run.processes(victim)).kill()
+            return True
+        return False
+
     victims = ["agent.py", "torchtitan.grpo.rollout.process", "torchtitan.grpo.inference.embedded"]
     rng.shuffle(victims)
     for step, victim in zip((1, 3, 5), victims, strict=True):
         # Two steps later, new servers serve: one that ends as it starts would end the run.
         run.wait_for_step(step)
-        run.wait_for(lambda: run.processes(victim))  # noqa: B023
-        rng.choice(run.processes(victim)).kill()
+        run.wait_for(lambda: has_killed(victim))  # noqa: B023
     run.wait_for_step(rng.randrange(7, 9))
     time.sleep(rng.random() / 2)
     (trainer,) = psutil.Process(run.process.pid).children()

@@ -161,7 +161,8 @@ def test_a_whole_run_moves_to_other_servers_on_a_hangup(make_run, serve, tmp_pat
     replace_file(file, first.url)
     run = make_run(
         *("--inference.no-launch", f"--inference.urls_file={file}", "--evaluation.num_prompts=8"),
-        *("--grpo.prompts_per_step=2", "--training.steps=400", "--observe.log_level=info"),
+        *("--grpo.prompts_per_step=2", "--training.steps=10000", "--observe.log_level=info"),
+        "--rollout.max_head_offpolicyness=0",
         torchrun=True,
     )
     run.start()
@@ -174,8 +175,9 @@ def test_a_whole_run_moves_to_other_servers_on_a_hangup(make_run, serve, tmp_pat
     run.wait_for(lambda: ask(second.url, lambda client: client.version()) is not None)
     first.stop()
     run.wait_for_step(len(run.metrics) + 4)
-    assert all(record["staleness/max_steps"] <= 1 for record in run.metrics)
-    assert all(record["mismatch/kl"] < 1 for record in run.metrics)
+    assert all(record["staleness/max_steps"] == 0 for record in run.metrics)
+    # Tokens of any other weights than the newest would show.
+    assert all(record["mismatch/kl"] < 1e-6 for record in run.metrics)
     assert run.process is not None
     os.killpg(run.process.pid, signal.SIGTERM)
     run.finish(30)

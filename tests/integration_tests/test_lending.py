@@ -166,9 +166,12 @@ def test_a_lent_server_that_is_killed_or_stopped_is_replaced_and_training_goes_o
             server.send_signal(signum)
         run.wait_for(lambda: has_ended(server), 60)  # noqa: B023
         if signum == STOP:  # it was killed, because it did not fall asleep
-            told = f"The lent server {url} was ended, because it did not fall asleep"
-            run.wait_for(lambda: told in run.console, 60)  # noqa: B023
-            run.wait_for(lambda: sum(r["lend/kills"] for r in run.metrics[seen:]) == 1, 60)  # noqa: B023
+            told = (
+                f"The lent server {url} was ended, because it (did not fall asleep|has been lost)"
+            )
+            run.wait_for(lambda: re.search(told, run.console), 60)  # noqa: B023
+            # On a busy machine the other server may not fall asleep in time either.
+            run.wait_for(lambda: sum(r["lend/kills"] for r in run.metrics[seen:]) >= 1, 60)  # noqa: B023
     wait_until_all_serve(run, 2)
     end(run)
 

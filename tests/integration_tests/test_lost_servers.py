@@ -7,7 +7,7 @@ import pytest
 
 # Long enough for a server to come back, short of completions to wait for.
 ARGUMENTS = (
-    "--inference.no-launch", "--grpo.prompts_per_step=2", "--training.steps=400",
+    "--inference.no-launch", "--grpo.prompts_per_step=2", "--training.steps=10000",
     "--evaluation.num_prompts=8", "--inference.control_timeout_seconds=3",
     "--weight_sync.timeout_seconds=5",
 )  # fmt: skip

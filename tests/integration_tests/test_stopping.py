@@ -54,7 +54,7 @@ def _expect_end(run) -> None:
 
 
 def _is_building(run) -> bool:
-    return "Building huggingface directory" in run.console  # upstream says so, where it may
+    return "Building device mesh" in run.console  # upstream says so, where it may
 
 
 def _starts_servers(run) -> bool:
