@@ -56,6 +56,10 @@ _LEAD_IN = re.compile(
     r"(?:\bis\b\s*:?|\bequals\b|:|=)\s*(?P<closed>\}?)\s*(?=\S)",
     re.IGNORECASE,
 )
+# What TeX takes for an argument, which it then ends: braces, a command, or one character.
+_ARGUMENT = r"\s*(?:\{((?:[^{}]|\{[^{}]*\})*)\}|(\\[A-Za-z]+|[^\s\\{}]))"
+_TWO_ARGUMENTS = re.compile(rf"\\([dtc]?frac|[dt]?binom)(?![A-Za-z]){_ARGUMENT}{_ARGUMENT}")
+_LOG_BASE = re.compile(rf"\\log\s*_{_ARGUMENT}")
 _SPACES = re.compile(r"(?:\\[,;:! ]|\\q?quad(?![A-Za-z])|~|\s)+")
 _MATRIX = re.compile(r"\\begin|\\\\")
 
@@ -67,6 +71,7 @@ _PLAIN_TEXT = [
         (r"(?<![\w.])(\d+(?:\.\d*)?|\.\d+)[eE]\+?(-?\d+)(?![\w.])", r"\1\\cdot 10^{\2}"),
         (r"(?<=\d)\s*[x*]\s*(?=10\s*\^)", r"\\cdot "),
         (r"(?<![\\A-Za-z{])(pi|sin|cos|tan|cot|ln|log)(?![A-Za-z])", r"\\\1"),
+        (r"\\lg(?![A-Za-z])", r"\\log_{10}"),
         (
             r"(?<![\w./^}])(\d+)(?:\s+|\s+and\s+|-and-)(\d+)\s*/\s*(\d+)(?![\d/])",
             r"\1\\frac{\2}{\3}",
@@ -113,7 +118,15 @@ def as_latex(answer: str) -> str:
     text = _unicode_as_latex(text)
     for pattern, latex in _PLAIN_TEXT:
         text = pattern.sub(latex, text)
+    text = _LOG_BASE.sub(lambda log: f"\\log_{{{log[1] or log[2]}}} ", with_braces(text))
     return text if _MATRIX.search(text) else _SPACES.sub(" ", text).strip()
+
+
+def with_braces(text: str) -> str:
+    r"""Puts braces around both arguments: ``\frac 1 2`` and ``\frac1{2}`` are ``\frac{1}{2}``."""
+    return _TWO_ARGUMENTS.sub(
+        lambda m: f"\\{m[1]}{{{m[2] or m[3] or ''}}}{{{m[4] or m[5] or ''}}}", text
+    )
 
 
 def _without_markup(text: str) -> str:

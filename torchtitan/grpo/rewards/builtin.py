@@ -8,6 +8,7 @@ conversational prompt, a list with one message of the assistant. ``answer`` is f
 """
 
 import re
+import unicodedata
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,6 +20,8 @@ Completion = str | list[dict[str, str]]
 
 _THINK_ANSWER = re.compile(r"\s*<think>(.*?)</think>\s*<answer>(.*?)</answer>\s*", re.DOTALL)
 _TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+# Fillers of Hangul, blanks of Braille and of hieroglyphs, and a note without a head.
+_BLANK = "\u115f\u1160\u3164\uffa0\u2800\U00013441\U00013442\U0001d159"
 
 
 def exact_match(
@@ -94,7 +97,7 @@ def think_answer_tags(
 ) -> list[float]:
     """Returns 1 if the completion is ``<think>...</think><answer>...</answer>`` and nothing else.
 
-    Each tag must occur once, and neither part may be empty. White space around them is ignored.
+    Each tag must occur once, and both parts must have visible text. White space around them is ignored.
     """
     return [float(_has_think_answer_form(completion_text(c))) for c in completions]
 
@@ -146,9 +149,12 @@ def _equal_answers(text: str, expected: str) -> float | None:
 
 
 def _has_think_answer_form(text: str) -> bool:
+    if any(text.count(tag) != 1 for tag in _TAGS):
+        return False
     match = _THINK_ANSWER.fullmatch(text)
-    return (
-        match is not None
-        and all(text.count(tag) == 1 for tag in _TAGS)
-        and all(part.strip() for part in match.groups())
-    )
+    return match is not None and all(any(map(_is_visible, part)) for part in match.groups())
+
+
+def _is_visible(character: str) -> bool:
+    """Whether there is a letter, a digit, a sign or a symbol, and none of those that print nothing."""
+    return unicodedata.category(character)[0] in "LNPS" and character not in _BLANK

@@ -8,8 +8,7 @@ from decimal import Decimal
 
 # A box with what it holds, or up to the brace before what it holds.
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|([^\s{$\\]+|\\[A-Za-z]+[^\s$]*))")
-# The last "answer is", "answer:" or "answer =" of a text, and what follows without its full stop.
-_LEAD_IN = re.compile(r".*\banswer\s*(?:is\s*:?|:|=)\s*(\S.*?)\.?\s*", re.DOTALL | re.IGNORECASE)
+_LEAD_IN = re.compile(r"\banswer\s*(?:is\s*:?|:|=)", re.IGNORECASE)
 _NUMBER = re.compile(
     r"(?:(?<![\w)\]}%])(?P<minus>[-−]))?[$€£]?"
     r"(?P<digits>(?:(?<!\w)(?<!\d\.)(?:\d{1,3}(?:\{?,\}?\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![\w.])\.\d+)"
@@ -28,10 +27,12 @@ def final_answer(text: str) -> str | None:
     ``\boxed 5`` and ``\fbox{5}`` are boxes too. Of nested boxes, the inner ``\boxed`` command is
     removed and its content kept. Returns ``None`` if the text has neither.
     """
-    last, end, content = None, 0, None
+    last, end, content, closing = None, 0, None, _closing_braces(text)
     for box in _BOX.finditer(text):
         if last is None or box.start() >= end:
-            last, content = box, box[1] if box[1] is not None else _braced(text, box.end())
+            last, content = box, box[1]
+            if content is None and (close := closing.get(box.end() - 1)) is not None:
+                content = text[box.end() : close].strip()
             end = box.end() + len(content or "")
     if last is not None:
         return content and re.sub(r"\\(?:boxed|fbox)\s*(?=\{)", "", content)
@@ -48,18 +49,22 @@ def read_expected(answer: str) -> str:
     final = final_answer(answer)
     if final:
         return final
-    lead_in = _LEAD_IN.fullmatch(answer)
-    return lead_in[1] if lead_in is not None else answer.strip()
+    answer = answer.strip()
+    marks = [mark.end() for mark in _LEAD_IN.finditer(answer)]
+    behind = (answer[end:].strip() for end in reversed(marks))
+    return next(filter(None, behind), answer).removesuffix(".") if marks else answer
 
 
-def _braced(text: str, start: int) -> str | None:
-    """The text from ``start`` to the brace that closes the one before ``start``."""
-    depth = 1
-    for position in range(start, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[position], 0)
-        if depth == 0:
-            return text[start:position].strip()
-    return None
+def _closing_braces(text: str) -> dict[int, int]:
+    """The places of the braces that close others, by those that they close."""
+    opened: list[int] = []
+    closing: dict[int, int] = {}
+    for brace in re.finditer(r"[{}]", text):
+        if brace[0] == "{":
+            opened.append(brace.start())
+        elif opened:
+            closing[opened.pop()] = brace.start()
+    return closing
 
 
 def numbers_in(text: str) -> list[Decimal]:

@@ -21,10 +21,10 @@ from torchtitan.grpo.inference.http import HttpConnection, RouteError, excerpt
 from torchtitan.grpo.rewards.builtin import Completion, completion_text
 from torchtitan.grpo.rewards.reward_calls import LARGEST_REWARD
 from torchtitan.grpo.rewards.score_later import ScoreLater
+from torchtitan.grpo.rewards.verdicts import found_score, written_score
 
 # A request on a connection that the server has closed meanwhile is lost, and made again.
 _IDLE_SECONDS = 4.0
-_LAST_NUMBER = r"(?<![\w./-])(-?\d+(?:\.\d+)?)(?:\s*(?:/|out of)\s*\d+(?:\.\d+)?)?"
 _MAX_ANSWER_BYTES = 4 * 2**20
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.25, 8.0
 # The judge notices that time is up before its group is cancelled, and so can have it scored later.
@@ -33,6 +33,8 @@ _CACHE_SIZE = 4096
 _KEPT_CHARS = 2000
 # Searching a text of a few MiB that is full of numbers would block the event loop for seconds.
 _SEARCHED_CHARS = 2**16
+# Any other reason, such as `length` or `content_filter`, says that there was more to come.
+_FINISHED = (None, "stop", "eos", "eos_token", "stop_sequence", "end_turn", "tool_calls")
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ class Judge:
             )
         self._settings, self._limit = settings, limit_seconds * _SHARE_OF_LIMIT
         self._template = template_text(settings)
-        self._score = re.compile(settings.score or _LAST_NUMBER)
+        self._score = re.compile(settings.score) if settings.score else None
         self._http = HttpConnection(
             settings.url or "",
             api_key=key,
@@ -173,7 +175,8 @@ class Judge:
                 # Of vLLM, and of SGLang.
                 values = body["data"][0]["probs"] if "data" in body else body["embedding"]
                 return _Verdict(_usable(_only_output(values)), "")
-            answer = body["choices"][0]["message"]["content"]
+            choice = body["choices"][0]
+            answer, is_cut = choice["message"]["content"], choice.get("finish_reason") not in _FINISHED
         except (KeyError, IndexError, TypeError) as error:
             # Perhaps the page of a proxy, or of another server at a wrong URL.
             raise RouteError(
@@ -182,12 +185,15 @@ class Judge:
             ) from error
         if not isinstance(answer, str):  # the judge was cut off while it still thought
             return _Verdict(None, str(body)[:_KEPT_CHARS])
-        found = deque(self._score.finditer(answer[-_SEARCHED_CHARS:]), maxlen=1)
-        try:
-            score = _usable(float(found[0][1])) if found else None
-        except (TypeError, ValueError):  # the expression found no number
-            score = None
-        return _Verdict(score, answer[-_KEPT_CHARS:])
+        score = self._written_score(answer[-_SEARCHED_CHARS:], is_cut=is_cut)
+        return _Verdict(score if score is None else _usable(score), answer[-_KEPT_CHARS:])
+
+    def _written_score(self, answer: str, *, is_cut: bool) -> float | None:
+        said = answer.rpartition("</think>")[2].partition("<think>")[0]
+        if self._score is None:
+            return written_score(said, is_cut=is_cut)
+        last = deque(self._score.finditer(said), maxlen=1)
+        return found_score(last[0], is_cut=is_cut) if last else None
 
 
 def _only_output(values: list[float]) -> float:
