@@ -194,7 +194,8 @@ class GRPOTrainer(Trainer):
                 step = self.source.next_step(self.step, self.role.num_batch_ranks)
                 self.channel.raise_if_lost()
                 self.publisher.raise_if_failed()
-            if step is None or self.stop.requested:
+            self.guards.judge_unscored(self.step + 1, step.metrics if step is not None else {})
+            if step is None or self.stop.requested or self.guards.reason:
                 self.stopped = not self.source.is_exhausted
                 stop = Signal.HALT if self.guards.reason else Signal.STOP
                 self.feed.send_signal(stop if self.stopped else Signal.END)

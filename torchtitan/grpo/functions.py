@@ -7,6 +7,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable
@@ -59,6 +60,21 @@ def describe_error(error: BaseException) -> str:
     except Exception as second:
         text = f"(its text cannot be read: {type(second).__name__})"
     return f"{type(error).__name__}: {text[:_ERROR_CHARS]}"
+
+
+def failure_kind(error: BaseException) -> str:
+    """Names an exception of the user's code, and says if a service or this machine is a cause."""
+    chain = [error]
+    while (cause := chain[-1].__cause__ or chain[-1].__context__) and len(chain) < 8:
+        chain.append(cause)
+    # A file that is not there is one that the code, or the policy, has asked for.
+    of_files = FileNotFoundError | FileExistsError | NotADirectoryError | IsADirectoryError
+    is_outer = any(
+        (isinstance(each, OSError | MemoryError) and not isinstance(each, of_files))
+        or re.search("Timeout|ScoreLater", type(each).__name__)
+        for each in chain
+    )
+    return f"{'outside: ' if is_outer else 'raised '}{type(error).__name__}"
 
 
 def code_holder(function: Callable[..., Any]) -> Any:

@@ -21,7 +21,7 @@ OWN_KEYS: dict[str, tuple[str, ...]] = {
         *("environment_workers", "max_turns", "earlier_turns", "max_new_tokens"),
         *("min_completion_tokens", "drop_truncated", "should_accept"),
     ),
-    "reward": ("functions", "weights"),
+    "reward": ("functions", "weights", "unscorable_value"),
     "agent": ("command", "function", "options", "workers", "timeout_seconds", "allow_sampling"),
 }
 """For each table, the keys that an environment may set. The others apply to the whole run."""

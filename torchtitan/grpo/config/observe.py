@@ -127,6 +127,13 @@ class Guards:
     servers_lost_seconds: Annotated[float, above(0)] = 60.0
     """Time without an available server after which ``servers_lost`` acts."""
 
+    unscored: Literal["stop", "warn", "off"] = "warn"
+    """What happens if more than ``unscored_limit`` of the completions since the last batch are left out
+    because they have no reward. ``stop`` ends the run before the batch is trained on."""
+
+    unscored_limit: Annotated[float, at_least(0).at_most(1)] = 0.1
+    """Fraction of completions (``rollout/unscored_fraction``) above which ``unscored`` acts."""
+
     max_skipped_steps: Annotated[int, at_least(1)] = 10
     """Number of optimizer steps skipped in a row after which the run ends, as with ``stop``,
     because it no longer learns anything."""

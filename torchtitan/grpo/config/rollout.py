@@ -201,6 +201,12 @@ class Reward:
     """Weight of each function in the sum that is the reward. If it is empty, each function has
     weight 1."""
 
+    unscorable_value: float | None = None
+    """Reward of a completion that the policy itself made unscorable: an environment or a program of
+    ``[agent]`` crashed on it, or its answer is beyond the limits of ``boxed_math`` or of a function that
+    calls ``log_unscorable``. Usually that of a failed attempt, such as 0. With None, it is left out, so
+    that a policy that mostly fails may learn to be unscorable. Faults of services are always left out."""
+
     num_workers: Annotated[int, at_least(1)] = 1
     """Number of processes that score completions."""
 

@@ -156,6 +156,7 @@ _READ_WITH: dict[str, dict[_Condition, tuple[str, ...]]] = {
         _not_off("guards.mismatch_kl"): ("mismatch_kl_limit",),
         _not_off("guards.reference_kl"): ("reference_kl_limit",),
         _not_off("guards.servers_lost"): ("servers_lost_seconds",),
+        _not_off("guards.unscored"): ("unscored_limit",),
     },
     "lora": {
         _above_zero("lora.rank"): ("alpha", "target_modules", "base_dtype", "push"),

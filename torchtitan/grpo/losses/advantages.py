@@ -12,6 +12,9 @@ from typing import Literal
 
 import numpy as np
 
+# A few units in the last place of float32, and what is left where terms of float64 cancel.
+_ROUNDING, _CANCELLED = 2.0**-21, 1e-12
+
 
 def shape_rewards(
     rewards: np.ndarray,
@@ -136,6 +139,11 @@ def _compared(
             return centered / (means[member_of] + eps)
 
 
+def are_equal(rewards: np.ndarray) -> bool:
+    """Whether rewards, [samples], are equal up to the rounding of float32, as ``0.1 + 0.2`` and 0.3."""
+    return not informative_samples(rewards, np.zeros(len(rewards), np.int64)).any()
+
+
 def informative_samples(rewards: np.ndarray, group_ids: np.ndarray) -> np.ndarray:
     """Returns which samples are in a group of unequal rewards, for DAPO's dynamic sampling."""
     _, member_of = np.unique(group_ids, return_inverse=True)
@@ -143,7 +151,8 @@ def informative_samples(rewards: np.ndarray, group_ids: np.ndarray) -> np.ndarra
     highest, lowest = np.full(num_groups, -np.inf), np.full(num_groups, np.inf)
     np.maximum.at(highest, member_of, rewards)
     np.minimum.at(lowest, member_of, rewards)
-    return (highest > lowest)[member_of]
+    rounding = _ROUNDING * np.maximum(np.abs(highest), np.abs(lowest)) + _CANCELLED
+    return (highest - lowest > rounding)[member_of]
 
 
 def num_equal_groups(rewards: np.ndarray, group_ids: np.ndarray) -> int:

@@ -7,6 +7,7 @@ Lists of equal length have one entry for each completion. A completion is a stri
 conversational prompt, a list with one message of the assistant. ``answer`` is from the data set.
 """
 
+import functools
 import re
 import unicodedata
 from collections.abc import Callable, Sequence
@@ -51,7 +52,11 @@ def partial_match(
 
 
 def boxed_math(
-    prompts: Sequence[Any], completions: Sequence[Completion], answer: Sequence[Any], **_: Any
+    prompts: Sequence[Any],
+    completions: Sequence[Completion],
+    answer: Sequence[Any],
+    log_unscorable: Callable[[int], None] = lambda index: None,
+    **_: Any,
 ) -> list[float | None]:
     r"""Returns 1 if the completion's final answer is mathematically equal to the expected one.
 
@@ -59,9 +64,14 @@ def boxed_math(
     ``####``; a completion with neither earns 0. The expected answer, any of a list, is read
     likewise, then after ``The answer is``, and as a whole if it has none of these. ``1/2``, ``0.5``
     and ``\frac{1}{2}`` are equal (see `math_answers`). A completion that cannot be compared within
-    the limit of processor time receives ``None``.
+    the limit of processor time receives ``None``, and is unscorable if the expected answer is not why.
     """
-    return _best(completions, answer, _equal_answers)
+    scores = _best(completions, answer, _equal_answers)
+    for i, score in enumerate(scores):
+        expected = [] if score is not None else right_answers(answer[i])
+        if expected and all(map(_is_comparable, expected)):
+            log_unscorable(i)
+    return scores
 
 
 def last_number(
@@ -146,6 +156,12 @@ def _equal_answers(text: str, expected: str) -> float | None:
         return float(same_answer(given, read_expected(expected)))
     except OutOfTime:
         return None
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_comparable(expected: str) -> bool:
+    """Whether an expected answer can be compared with a simple one."""
+    return _equal_answers("#### 1", expected) is not None
 
 
 def _has_think_answer_form(text: str) -> bool:

@@ -176,7 +176,10 @@ class Judge:
                 values = body["data"][0]["probs"] if "data" in body else body["embedding"]
                 return _Verdict(_usable(_only_output(values)), "")
             choice = body["choices"][0]
-            answer, is_cut = choice["message"]["content"], choice.get("finish_reason") not in _FINISHED
+            answer, is_cut = (
+                choice["message"]["content"],
+                choice.get("finish_reason") not in _FINISHED,
+            )
         except (KeyError, IndexError, TypeError) as error:
             # Perhaps the page of a proxy, or of another server at a wrong URL.
             raise RouteError(

@@ -104,6 +104,7 @@ class LoadedFunction:
                 "trainer_state": TrainerState(request.global_step, request.max_steps),
                 "log_extra": log.log_extra,
                 "log_metric": log.log_metric,
+                "log_unscorable": log.log_unscorable,
             },
         )
 

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""What reward functions receive from TRL's trainer besides the completions and their columns."""
+"""What reward functions receive besides the completions and their columns, most of it as in TRL."""
 
 import math
 from collections import defaultdict
@@ -11,7 +11,7 @@ from typing import Any
 
 from torchtitan.grpo.workers.channel import unsendable_column
 
-ARGUMENTS = ("trainer_state", "log_extra", "log_metric")
+ARGUMENTS = ("trainer_state", "log_extra", "log_metric", "log_unscorable")
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class RewardLog:
         self._num_completions = num_completions
         self._metrics: defaultdict[str, list[float]] = defaultdict(list)
         self.extra: dict[str, list[Any]] = {}
+        self.unscorable: set[int] = set()
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -40,6 +41,10 @@ class RewardLog:
         number = float(value)
         if math.isfinite(number):
             self._metrics[str(name)].append(number)
+
+    def log_unscorable(self, index: int) -> None:
+        """Says that this completion gets ``None`` because of what the policy wrote in it."""
+        self.unscorable.add(range(self._num_completions)[index])
 
     def log_extra(self, column: str, values: Any) -> None:
         """Sets a column of the logged samples; values that cannot be sent are shown as text."""

@@ -56,12 +56,14 @@ class Loaded(msgspec.Struct, tag=True):
 class Scored(msgspec.Struct, tag=True):
     """Reply to :class:`Score`: ``values[i]`` is what function ``which[i]`` returned.
 
-    The functions have logged ``metrics``, and ``extra`` with one value for each completion.
+    The functions have logged ``metrics``, and ``extra`` with one value for each completion. What the
+    policy wrote is why the completions ``unscorable`` have no value.
     """
 
     values: list[Values]
     metrics: dict[str, float]
     extra: dict[str, list[Any]]
+    unscorable: list[int] = []
 
 
 class Cancel(msgspec.Struct, tag=True):
@@ -163,7 +165,7 @@ class _Scoring:
             if isinstance(result, Refused):
                 return result
             values.append(result)
-        return Scored(values, log.metrics, log.extra)
+        return Scored(values, log.metrics, log.extra, sorted(log.unscorable))
 
     async def _in_thread(self, group: _Group, call: Callable[[], _Result]) -> _Result:
         future: Future[_Result] = Future()

@@ -8,12 +8,18 @@ have no advantage, and refills the batch with other groups (DAPO, Yu et al. 2025
 https://arxiv.org/abs/2503.14476).
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from torchtitan.grpo.config import GRPO
 from torchtitan.grpo.config import Rollout as RolloutSettings
+from torchtitan.grpo.losses.advantages import are_equal
 from torchtitan.grpo.rewards.scoring_pool import ScoringFailed
+from torchtitan.grpo.rollout.drops import UNSCORED_REASONS, DropLog
+from torchtitan.grpo.rollout.environments import EnvironmentFailed
 from torchtitan.grpo.rollout.kept_groups import (
     EQUAL,
     FAILED,
@@ -63,8 +69,10 @@ class GroupJudge:
         settings: RolloutSettings,
         grpo: GRPO,
         teachers: TeacherPool | None = None,
+        drops: DropLog | None = None,
     ) -> None:
         self._rules, self._teachers = dict(rules), teachers
+        self._drops, self._counts = drops or DropLog(), Counter[str]()
         self._fewest = min(2, grpo.group_size)
         self._most_dropped = 0
         if settings.dynamic_sampling:
@@ -73,15 +81,23 @@ class GroupJudge:
         self.num_equal_dropped = 0
 
     async def judge(
-        self, prompt: Prompt, generations: Sequence[Generation], environment: str = ""
+        self,
+        prompt: Prompt,
+        generations: Sequence[Generation],
+        environment: str = "",
+        failures: Sequence[EnvironmentFailed] = (),
     ) -> list[Rollout]:
         """Returns the rollouts of the group to train on, each with a reward and a rating.
 
-        Raises Unusable, and RewardError or TeachersFailing if the run must stop.
+        ``failures`` are those of its other episodes. Raises Unusable, and RewardError or TeachersFailing if the run must stop.
         """
         generations = separated(generations)
         scorer, settings = self._rules[environment].scorer, self._rules[environment].settings
-        if len(generations) < self._fewest:
+        written = [replace(f.written, apart=()) for f in failures if f.written is not None]
+        failed = await scorer.unscorable(prompt, written) if written else []
+        self._count(failed, service=len(failures) - len(written))
+        failed = [rollout for rollout in failed if rollout.reward is not None]
+        if len(generations) + len(failed) < self._fewest:
             what = "came back whole from servers and environments"
             raise Unusable("failed", self._too_few(len(generations), what), FAILED)
         whole = generations
@@ -89,12 +105,14 @@ class GroupJudge:
             whole = [each for each in generations if each.finish_reason != "length"]
         least = settings.min_completion_tokens
         kept = [each for each in whole if each.num_written >= least]
-        if len(kept) < self._fewest:
+        if len(kept) + len(failed) < self._fewest:
             filters = "passed rollout.min_completion_tokens and rollout.drop_truncated"
             cause = SHORT if len(whole) == len(generations) else TRUNCATED
             raise Unusable("filtered", self._too_few(len(kept), filters), cause)
         try:
-            rollouts = await scorer.score(prompt, kept)
+            rollouts = await scorer.score(prompt, kept) if kept else []
+            self._count(rollouts)
+            rollouts += failed
             scored = [rollout for rollout in rollouts if rollout.reward is not None]
             if len(scored) < self._fewest:
                 detail = self._too_few(len(scored), f"of {len(rollouts)} got a reward")
@@ -106,12 +124,13 @@ class GroupJudge:
                 raise Unusable("unscored", detail, UNSCORED)
             accepted = await scorer.accepted(prompt, scored)
         except ScoringFailed as error:  # logged and counted by the pool
+            self._counts.update(completions=len(kept), left_out=len(kept))
             raise Unusable("unscored", str(error), SCORING_FAILED) from error
         if len(accepted) < self._fewest:
             detail = self._too_few(len(accepted), "passed rollout.should_accept")
             raise Unusable("filtered", detail, NOT_ACCEPTED)
-        has_advantages = len({rollout.reward for rollout in accepted}) > 1
-        if not has_advantages and self._num_dropped < self._most_dropped:
+        rewards = np.array([rollout.reward for rollout in accepted], np.float64)
+        if are_equal(rewards) and self._num_dropped < self._most_dropped:
             self._num_dropped += 1
             self.num_equal_dropped += 1
             raise Unusable(
@@ -132,7 +151,25 @@ class GroupJudge:
         return "; ".join(filter(None, [*dict.fromkeys(scoring), rating]))
 
     def take_metrics(self) -> dict[str, float]:
-        return self._teachers.take_metrics() if self._teachers is not None else {}
+        counts, self._counts = self._counts, Counter()
+        num = max(counts["completions"], 1)
+        return (self._teachers.take_metrics() if self._teachers is not None else {}) | {
+            "rollout/unscored_fraction": counts["left_out"] / num,
+            "rollout/unscorable_fraction": counts["unscorable"] / num,
+        }
+
+    def _count(self, rollouts: Sequence[Rollout], service: int = 0) -> None:
+        """Counts rollouts, and further completions that failed because of a ``service``."""
+        left_out = Counter(r.unscored or "function" for r in rollouts if r.reward is None)
+        left_out["service"] += service
+        self._counts.update(
+            completions=len(rollouts) + service,
+            left_out=left_out.total(),
+            unscorable=sum(rollout.unscored == "policy" for rollout in rollouts),
+        )
+        for cause, number in left_out.items():
+            if number:
+                self._drops.record(f"unscored ({cause})", UNSCORED_REASONS[cause], number=number)
 
     def _too_few(self, number: int, what: str) -> str:
         return f"At least {self._fewest} completions are needed, but {number} {what}."

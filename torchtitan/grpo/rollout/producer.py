@@ -293,7 +293,8 @@ class Producer:
             if self._ranker is not None and completions and not is_cut:
                 self._ranker.observe(prompt, [len(c.token_ids) for c in completions])
             environment = self._prompts.environment_of(prompt.group_id)
-            rollouts = await self._judge.judge(prompt, completions, environment)
+            failures = running.failures()
+            rollouts = await self._judge.judge(prompt, completions, environment, failures)
         except Unusable as verdict:
             # The servers did not fail if the group was cut before it had two completions.
             is_early = is_cut and verdict.reason == "failed"

@@ -9,11 +9,11 @@ from typing import Any
 
 import msgspec
 
-from torchtitan.grpo.rewards.reward_loading import short_names
+from torchtitan.grpo.rewards.reward_loading import JUDGE, NAMES, short_names
 from torchtitan.grpo.rewards.scoring_pool import RewardPool
 from torchtitan.grpo.rewards.scoring_worker import Scored
 from torchtitan.grpo.rollout.tokenizer import TextCodec
-from torchtitan.grpo.types import Generation, Prompt, Rollout, without_contexts
+from torchtitan.grpo.types import Generation, Prompt, Rollout, Unscored, without_contexts
 
 _MAX_CHARACTERS = 2000
 
@@ -25,6 +25,8 @@ class Scorer:
     No ``weights`` stand for ones. ``names`` are those of components, by function.
     """
 
+    unscorable_value: float | None = None
+
     def __init__(
         self,
         pool: RewardPool,
@@ -35,6 +37,7 @@ class Scorer:
         *,
         names: Mapping[str, str] | None = None,
         has_environment: bool = False,
+        unscorable_value: float | None = None,
     ) -> None:
         if weights and len(weights) != len(functions):
             raise ValueError(
@@ -49,10 +52,13 @@ class Scorer:
         self._weights = list(weights) or [1.0] * len(functions)
         self._acceptor = pool.functions.index(acceptor) if acceptor is not None else None
         self._has_environment = has_environment
+        self._functions, self.unscorable_value = list(functions), unscorable_value
 
     async def score(self, prompt: Prompt, generations: Sequence[Generation]) -> list[Rollout]:
-        """Returns one rollout per generation. Its reward is ``None`` if no function applied.
+        """Returns one rollout per generation.
 
+        Its reward is ``None`` if a function with a weight gave ``None`` for it. A function of the user's
+        that gives ``None`` for all of them does not apply to the prompt, and is not in their sums.
         Without reward functions, in a run that learns only from a teacher, each reward is 0.
         Raises :class:`ScoringFailed`, and :class:`RewardError` if the run must stop.
         """
@@ -62,10 +68,13 @@ class Scorer:
         scored = Scored([], {}, {})
         if self._names:
             scored = await self._pool.score(prompt, texts, ids, self._positions, columns)
-        return [
-            self._rollout(prompt, generation, text, scored, i)
-            for i, (generation, text) in enumerate(zip(generations, texts, strict=True))
-        ]
+        return self._rollouts(prompt, generations, texts, scored)
+
+    async def unscorable(self, prompt: Prompt, written: Sequence[Generation]) -> list[Rollout]:
+        """Returns what the policy wrote in episodes that failed because of it, without a call."""
+        texts = await decode_all(self._codec, [read_ids(one) for one in written])
+        nothing = Scored([], {}, {}, unscorable=list(range(len(written))))
+        return self._rollouts(prompt, written, texts, nothing)
 
     async def accepted(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Rollout]:
         """The rollouts that ``rollout.should_accept`` keeps, or all. Raises as :meth:`score`."""
@@ -82,24 +91,39 @@ class Scorer:
         """Describes the groups that wait to be scored again; empty if there are none."""
         return self._pool.describe()
 
-    def _rollout(
-        self, prompt: Prompt, generation: Generation, text: str, scored: Scored, i: int
-    ) -> Rollout:
-        values = [column[i] for column in scored.values]
-        components = {
-            name: value
-            for name, value in zip(self._names, values, strict=True)
-            if value is not None
-        }
-        return Rollout(
-            **vars(generation),
-            prompt_ids=prompt.token_ids,
-            completion=text,
-            reward=weighted_sum(values, self._weights) if self._names else 0.0,
-            reward_components=components,
-            reward_metrics=scored.metrics,
-            logged=brief_columns({name: column[i] for name, column in scored.extra.items()}),
-        )
+    def _rollouts(
+        self,
+        prompt: Prompt,
+        generations: Sequence[Generation],
+        texts: Sequence[str],
+        scored: Scored,
+    ) -> list[Rollout]:
+        columns = list(zip(self._functions, self._weights, scored.values, strict=False))
+        own = [(f, w, of) for f, w, of in columns if f in NAMES or any(v is not None for v in of)]
+        rollouts = []
+        for i, (generation, text) in enumerate(zip(generations, texts, strict=True)):
+            values = dict(zip(self._names, (of[i] for of in scored.values), strict=False))
+            reward = weighted_sum([of[i] for _, _, of in own], [w for _, w, _ in own])
+            unscored: Unscored = ""
+            if not self._names:
+                reward = 0.0
+            elif reward is None and i in scored.unscorable:
+                reward, unscored = self.unscorable_value, "policy"
+            elif reward is None:
+                missing = [f for f, w, of in own if w and of[i] is None]
+                unscored = "service" if missing == [JUDGE] else "function"
+            rollout = Rollout(
+                **vars(generation),
+                prompt_ids=prompt.token_ids,
+                completion=text,
+                reward=reward,
+                unscored=unscored,
+                reward_components={n: v for n, v in values.items() if v is not None},
+                reward_metrics=scored.metrics,
+                logged=brief_columns({name: of[i] for name, of in scored.extra.items()}),
+            )
+            rollouts.append(rollout)
+        return rollouts
 
 
 def read_ids(generation: Generation) -> list[int]:
@@ -118,8 +142,10 @@ def environment_columns(generations: Sequence[Generation]) -> dict[str, list[flo
 
 
 def weighted_sum(values: Sequence[float | None], weights: Sequence[float]) -> float | None:
+    """Returns ``None`` if a value with a weight is missing, or all are."""
     terms = [w * v for v, w in zip(values, weights, strict=True) if v is not None]
-    return sum(terms) if terms else None
+    is_whole = all(v is not None or w == 0 for v, w in zip(values, weights, strict=True))
+    return sum(terms) if terms and is_whole else None
 
 
 def prompt_text(prompt: Prompt) -> str:

@@ -193,9 +193,10 @@ class RolloutSession(_Session):
                 own.rollout.should_accept,
                 names=names,
                 has_environment=own.has_episodes,
+                unscorable_value=own.reward.unscorable_value,
             )
             rules[name] = Rules(scorer, own.rollout)
-        return GroupJudge(rules, config.rollout, config.grpo, self._teachers)
+        return GroupJudge(rules, config.rollout, config.grpo, self._teachers, self.drops)
 
 
 def _read_saved(

@@ -81,6 +81,11 @@ class RunningGroup:
         results = (trajectory.result() for trajectory in self.trajectories)
         return (*self.kept, *(result for result in results if result is not None))
 
+    def failures(self) -> list[EnvironmentFailed]:
+        """Why programs and environments have ended completions."""
+        ended = (t.task for t in self.trajectories if t.task.done() and not t.task.cancelled())
+        return [error for task in ended if isinstance(error := task.exception(), EnvironmentFailed)]
+
     def begun(self) -> tuple[Generation, ...]:
         """The parts of unfinished completions, also of those that a stopping run has cancelled."""
         running = (
@@ -212,6 +217,10 @@ class TrajectoryWriter:
                         return followed.generation
                 server = await next_server(self._places, floor, server.url, self._wait_seconds)
                 segment = self._submit(trajectory, server, expected_tokens)
+        except EnvironmentFailed as error:
+            whole = trajectory.so_far
+            error.blame(None if whole is None else replace(whole, environment_reward=None))
+            raise
         finally:
             if episode is not None:
                 episode.close()

@@ -24,7 +24,7 @@ _SPIKE_FACTOR = 10.0
 _TERMS = ("loss/reference_kl", "loss/policy", "loss/ptx")
 GUARDS = (
     "nonfinite", "grad_norm", "entropy", "equal_rewards", "mismatch_kl", "reference_kl",
-    "servers_lost",
+    "servers_lost", "unscored",
 )  # fmt: skip
 
 
@@ -96,7 +96,7 @@ class Guards:
         """
         found = self._findings(grad_norm, metrics, spike)
         for guard in list(self._in_a_row):
-            if guard not in found and guard not in ("equal_rewards", "skipped"):
+            if guard not in found and guard not in ("equal_rewards", "skipped", "unscored"):
                 del self._in_a_row[guard]
         verdicts = [self._find(guard, step, text) for guard, text in found.items()]
         verdict = max([self._of_rewards, *verdicts])
@@ -173,6 +173,19 @@ class Guards:
         if value <= limit:
             return None
         return f"{name} is {value:.4g}, above guards.{guard}_limit = {limit:g}"
+
+    def judge_unscored(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Judges a batch by the completions that were left out since the last one. On rank 0."""
+        shown = {"rollout/unscored_fraction": 0.0} | metrics
+        found = self._above("rollout/unscored_fraction", shown, "unscored")
+        if found is None:
+            self._in_a_row.pop("unscored", None)
+        elif self._guards.unscored != "off":
+            counts = {
+                k.rpartition("_")[2]: f"{n:.0f}" for k, n in metrics.items() if "unscored_by_" in k
+            }
+            causes = ", ".join(f"{count} by a {cause}" for cause, count in counts.items())
+            self._find("unscored", step, f"{found} (completions left out: {causes})")
 
     def judge_servers(self, step: int, lost_seconds: float) -> bool:
         """Returns whether the run must end because no server took work for ``lost_seconds``."""

@@ -13,6 +13,7 @@ import torch.nn as nn
 from torchtitan.grpo.data.feed import Feed, TrainBatch
 from torchtitan.grpo.data.step_plan import SampleTable, epoch_order
 from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.losses.advantages import are_equal as are_all_equal
 from torchtitan.grpo.losses.loss_metrics import MetricTotals
 from torchtitan.grpo.losses.objective import batch_loss_metrics, metric_reductions
 from torchtitan.grpo.training.critic import CRITIC_NORM, Critic, CriticMetrics, build_critic
@@ -218,7 +219,7 @@ class Learner:
     def _are_rewards_refused(self, step: int, tables: Sequence[SampleTable]) -> bool:
         are_equal = all(samples.are_rewards_equal for samples in tables)
         if self.critic is not None:  # which compares with its estimate, and not within a group
-            are_equal = len(np.unique(np.concatenate([t.rewards for t in tables]))) <= 1
+            are_equal = are_all_equal(np.concatenate([t.rewards for t in tables]))
         return self.guards.judge_rewards(step, are_equal=are_equal) is Verdict.STOP
 
     def _update(

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from torchtitan.grpo.rollout.agents.exchange import Answer, Asked, BadRequest, Choice, make_call
-from torchtitan.grpo.rollout.agents.programs import MODEL, Access, finite_number
+from torchtitan.grpo.rollout.agents.programs import MODEL, REWARD, Access, finite_number
 from torchtitan.grpo.rollout.agents.rows import EpisodeRows, Row
 from torchtitan.grpo.rollout.agents.tool_calls import Parser, Spoken
 from torchtitan.grpo.rollout.agents.transcript import Context, Message, Transcript
@@ -122,15 +122,26 @@ class AgentEpisode:
         return self._rows.whole(self.reward)
 
     def reward_rows(self, response_id: str, reward: float) -> None:
-        """Gives the rows of one answer a reward of their own; BadRequest if there is no such answer."""
-        rows = self._rows_of.get(response_id.replace("_", "-").partition("-")[2])
+        """Gives the rows of one answer a reward of their own.
+
+        Raises BadRequest if there is no such answer, or another one of the same row has a reward.
+        """
+        answer = response_id.replace("_", "-").partition("-")[2]
+        rows = self._rows_of.get(answer)
         if not rows:
             raise BadRequest(
                 f"response_id must be the id of an answer of this episode, got {response_id!r:.100}.",
                 param="response_id",
             )
+        if any(row.rewarded not in ("", answer) for row in rows):
+            raise BadRequest(
+                f"The answer {response_id!r:.100} must not share its row with an answer that has a reward: "
+                "a request that sends back a whole conversation continues its row, which has one reward. "
+                "Send it once, for one of the answers.",
+                param="response_id",
+            )
         for row in rows:
-            row.reward = reward
+            row.reward, row.rewarded = reward, answer
 
     async def answer(self, asked: Asked) -> Answer:
         """Raises BadRequest, and ServerError if no server answers, which also ends the episode."""
@@ -401,5 +412,5 @@ def parsed_reward(body: Any) -> float:
     """Reads the body of a reward; raises BadRequest."""
     value = body.get("reward")
     if isinstance(value, bool) or (reward := finite_number(value)) is None:
-        raise BadRequest(f"reward must be a finite number, got {value!r:.100}.", param="reward")
+        raise BadRequest(f"reward must be {REWARD}, got {value!r:.100}.", param="reward")
     return reward

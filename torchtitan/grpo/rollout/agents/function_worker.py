@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from torchtitan.grpo.functions import describe_error, load_function, user_line
+from torchtitan.grpo.functions import describe_error, failure_kind, load_function, user_line
 from torchtitan.grpo.workers.channel import NotPlainData, Refused, WorkerChannel, refused
 
 _WHAT = "agent.function: function"
@@ -123,7 +123,7 @@ class _Episodes:
         except BaseException as error:  # the user's function may raise anything
             traceback.print_exc(file=sys.stderr)
             reply = refused(
-                f"raised {type(error).__name__}",
+                failure_kind(error),
                 describe_error(error) + user_line(error, self._own_function()),
             )
         try:

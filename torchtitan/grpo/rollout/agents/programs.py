@@ -11,7 +11,6 @@ import contextlib
 import itertools
 import json
 import logging
-import math
 import os
 import shutil
 import signal
@@ -22,6 +21,7 @@ from typing import Any, Protocol
 
 from torchtitan.grpo.config import Agent, Rollout, Workers
 from torchtitan.grpo.config.environments import own_key
+from torchtitan.grpo.rewards.reward_calls import LARGEST_REWARD
 from torchtitan.grpo.rollout.agents.function_worker import (
     Cancel,
     Ended,
@@ -49,6 +49,8 @@ logger = logging.getLogger(__name__)
 
 MODEL = "policy"
 """Name of the model, which programs may also leave out or replace."""
+
+REWARD = f"a number between -{LARGEST_REWARD:g} and {LARGEST_REWARD:g}"
 
 _MAX_OUTPUT = 2**20
 _CANCEL_SECONDS = 5.0
@@ -339,14 +341,12 @@ def reward_of(result: Any) -> float | None:
         return None
     if (reward := finite_number(value)) is None:
         raise EnvironmentFailed(
-            "bad reward", f"An agent's reward must be a finite number or None, got {value!r:.100}."
+            "bad reward", f"An agent's reward must be {REWARD} or None, got {value!r:.100}."
         )
     return reward
 
 
 def finite_number(value: Any) -> float | None:
-    """Returns a number as a float; None for anything else, and for what no finite float is close to."""
-    try:
-        return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
-    except OverflowError:
-        return None
+    """Returns a number as a float; None for anything else, and for what is too large for a reward."""
+    is_reward = isinstance(value, int | float) and abs(value) <= LARGEST_REWARD
+    return float(value) if is_reward else None

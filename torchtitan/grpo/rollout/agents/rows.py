@@ -19,12 +19,16 @@ from torchtitan.grpo.types import FinishReason, Generation, joined, unsampled
 
 @dataclass(eq=False)
 class Row:
-    """``token_ids`` are all its tokens; ``whole`` lacks the prompt of the data set."""
+    """``token_ids`` are all its tokens; ``whole`` lacks the prompt of the data set.
+
+    The ``reward`` was given for the answer ``rewarded``.
+    """
 
     token_ids: list[int] = field(default_factory=list)
     whole: Generation | None = None
     is_busy: bool = False
     reward: float | None = None
+    rewarded: str = ""
 
 
 class EpisodeRows:

@@ -137,6 +137,8 @@ class AgentWriter:
                 )
             except EnvironmentFailed as error:
                 limit.record_failure(error)
+                episode.reward = None
+                error.blame(episode.whole())
                 raise
             else:
                 limit.record_success()

@@ -32,7 +32,7 @@ from torchtitan.grpo.rollout.environments.environment_worker import (
     decode_reply,
 )
 from torchtitan.grpo.rollout.environments.protocol import Observation
-from torchtitan.grpo.types import Prompt
+from torchtitan.grpo.types import Generation, Prompt
 from torchtitan.grpo.workers.channel import NotPlainData, Refused, not_passed
 from torchtitan.grpo.workers.owner import OUTPUT_HINT, CallFailed, WorkerOwner
 from torchtitan.grpo.workers.process import WorkerKilled, WorkerLost, WorkerProcess
@@ -40,8 +40,21 @@ from torchtitan.grpo.workers.process import WorkerKilled, WorkerLost, WorkerProc
 logger = logging.getLogger(__name__)
 
 
+# Exit statuses and signals of programs that something else has ended, or that ask for another try.
+_ENDED_BY_OTHERS = (-9, -15, -2, -1, 75, 124, 125, 126, 127, 129, 130, 137, 143)
+
+
 class EnvironmentFailed(CallFailed):
-    """One episode cannot continue."""
+    """One episode cannot continue. ``written`` is the completion if what the policy wrote is why."""
+
+    written: Generation | None = None
+
+    def blame(self, written: Generation | None) -> None:
+        """Sets ``written``, unless the reason may be this machine, a service or the data."""
+        what, _, number = self.kind.rpartition(" ")
+        is_status = what == "exit status" and int(number) not in _ENDED_BY_OTHERS
+        if is_status or self.kind.startswith(("raised ", "bad reward", "bad observation")):
+            self.written = written
 
 
 class EnvironmentsFailing(RuntimeError):
@@ -188,7 +201,8 @@ class RemoteEnvironment:
                 f"rollout.environment_timeout_seconds = {seconds:g}.",
             ) from error
         if isinstance(reply, Refused):
-            raise EnvironmentFailed(reply.kind, f"The environment's {method}: {reply.message}")
+            kind = f"reset {reply.kind}" if method == "reset" else reply.kind
+            raise EnvironmentFailed(kind, f"The environment's {method}: {reply.message}")
         return reply
 
 

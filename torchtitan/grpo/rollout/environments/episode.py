@@ -25,6 +25,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torchtitan.grpo.rewards.reward_calls import LARGEST_REWARD
 from torchtitan.grpo.rollout.chat_template import LeftOut
 from torchtitan.grpo.rollout.environments.environment_pool import (
     EnvironmentFailed,
@@ -324,4 +325,10 @@ def turns_of(generation: Generation, stop_token_ids: Collection[int]) -> list[Tu
 def _with_reward(whole: Generation, reward: float | None) -> Generation:
     if reward is None:
         return whole
-    return replace(whole, environment_reward=(whole.environment_reward or 0.0) + reward)
+    total = (whole.environment_reward or 0.0) + reward
+    if abs(total) > LARGEST_REWARD:
+        message = (
+            f"The rewards of an episode must add up to at most {LARGEST_REWARD:g}, got {total:g}."
+        )
+        raise EnvironmentFailed("bad reward", message)
+    return replace(whole, environment_reward=total)
