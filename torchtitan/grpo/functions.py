@@ -18,6 +18,8 @@ from typing import Any
 from torchtitan.grpo.system.files import NotRegularError, check_regular
 
 _ERROR_CHARS = 2000
+# Names of errors of services and machines; an OSError of a subclass is about a file that code has named.
+_OUTSIDE = re.compile("Timeout|Connect|ScoreLater|MemoryError|^OSError$")
 
 
 def load_function(path: str, what: str, builtin: Iterable[str]) -> Callable[..., Any]:
@@ -67,14 +69,8 @@ def failure_kind(error: BaseException) -> str:
     chain = [error]
     while (cause := chain[-1].__cause__ or chain[-1].__context__) and len(chain) < 8:
         chain.append(cause)
-    # A file that is not there is one that the code, or the policy, has asked for.
-    of_files = FileNotFoundError | FileExistsError | NotADirectoryError | IsADirectoryError
-    is_outer = any(
-        (isinstance(each, OSError | MemoryError) and not isinstance(each, of_files))
-        or re.search("Timeout|ScoreLater", type(each).__name__)
-        for each in chain
-    )
-    return f"{'outside: ' if is_outer else 'raised '}{type(error).__name__}"
+    is_outside = any(_OUTSIDE.search(type(each).__name__) for each in chain)
+    return f"{'outside: ' if is_outside else 'raised '}{type(error).__name__}"
 
 
 def code_holder(function: Callable[..., Any]) -> Any:

@@ -322,9 +322,9 @@ class TopTokens:
     logprobs: np.ndarray
 
 
-Unscored = Literal["", "policy", "service", "function"]
-"""Why a completion has no reward: because of what the policy wrote, of a service or machine, or
-because a function gave none."""
+CAUSES = ("policy", "service", "function")
+"""Why a completion has no reward: what the policy wrote, a service or a machine, or a function that
+gave none or failed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -336,7 +336,7 @@ class Rollout(Generation):
         completion: The decoded text, for logs only; it is never tokenized again.
         reward: Weighted sum of the reward functions. None if scoring failed: the rollout is then
             left out, and never counts as zero.
-        unscored: Why it has none; with ``policy`` it may have ``reward.unscorable_value``.
+        unscored: One of `CAUSES` if it has none, or ``reward.unscorable_value`` in its place.
         reward_metrics: What the reward functions logged for the group with ``log_metric``.
         logged: What they logged for this completion with ``log_extra``, cut for logs.
         teacher_logprobs: Those of the tokens at temperature 1; None if no teacher has rated them.
@@ -347,7 +347,7 @@ class Rollout(Generation):
     prompt_ids: np.ndarray
     completion: str
     reward: float | None
-    unscored: Unscored = ""
+    unscored: str = ""
     reward_components: dict[str, float] = field(default_factory=dict)
     reward_metrics: dict[str, float] = field(default_factory=dict)
     logged: dict[str, Any] = field(default_factory=dict)

@@ -66,30 +66,12 @@ DROP_KINDS: dict[str, DropKind] = {
     "unusable": DropKind("prompts unusable", "prompts that cannot be used"),
     "failed": DropKind("groups failed", "groups without enough completions", "failed_groups"),
     "unscored": DropKind("groups unscored", "groups without enough rewards", "unscored_groups"),
-    "unscored (policy)": DropKind(
-        "unscored (policy)", "completions that the policy made unscorable", "unscored_by_policy"
-    ),
-    "unscored (service)": DropKind(
-        "unscored (service)", "completions that a service left unscored", "unscored_by_service"
-    ),
-    "unscored (function)": DropKind(
-        "unscored (None)", "completions that a function left unscored", "unscored_by_function"
-    ),
     "unrated": DropKind("groups unrated", "groups without a teacher's rating", "unrated_groups"),
     "expired": DropKind("groups expired", "groups with outdated tokens", "expired_groups"),
     "overdue": DropKind("groups overdue", "groups that were overdue", "overdue_groups"),
     "filtered": DropKind("groups filtered", "groups that were filtered out", "filtered_groups"),
 }
 """The reasons for which the ledger closes a prompt are among them."""
-
-UNSCORED_REASONS = {
-    "policy": "A program crashed on what the policy wrote, or an answer was beyond the limits of a function. "
-    "Nothing is learned from it: reward.unscorable_value says what such a completion earns.",
-    "service": "The judge's answer held no score, or a service or this machine made an episode fail.",
-    "function": "A function of reward.functions with a weight gave None. To say that a completion failed, "
-    "let it give 0.",
-}
-"""Why completions are left out, by `Rollout.unscored`."""
 
 
 class DropLog:

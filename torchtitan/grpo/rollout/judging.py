@@ -18,7 +18,6 @@ from torchtitan.grpo.config import GRPO
 from torchtitan.grpo.config import Rollout as RolloutSettings
 from torchtitan.grpo.losses.advantages import are_equal
 from torchtitan.grpo.rewards.scoring_pool import ScoringFailed
-from torchtitan.grpo.rollout.drops import UNSCORED_REASONS, DropLog
 from torchtitan.grpo.rollout.environments import EnvironmentFailed
 from torchtitan.grpo.rollout.kept_groups import (
     EQUAL,
@@ -34,7 +33,7 @@ from torchtitan.grpo.rollout.kept_groups import (
 from torchtitan.grpo.rollout.ledger import CloseReason
 from torchtitan.grpo.rollout.scoring import Scorer
 from torchtitan.grpo.rollout.teachers import TeacherPool, Unrated
-from torchtitan.grpo.types import Generation, Prompt, Rollout, separated
+from torchtitan.grpo.types import CAUSES, Generation, Prompt, Rollout, separated
 
 
 class Unusable(Exception):
@@ -69,10 +68,9 @@ class GroupJudge:
         settings: RolloutSettings,
         grpo: GRPO,
         teachers: TeacherPool | None = None,
-        drops: DropLog | None = None,
     ) -> None:
         self._rules, self._teachers = dict(rules), teachers
-        self._drops, self._counts = drops or DropLog(), Counter[str]()
+        self._counts = Counter[str]()  # completions since the last batch
         self._fewest = min(2, grpo.group_size)
         self._most_dropped = 0
         if settings.dynamic_sampling:
@@ -124,7 +122,8 @@ class GroupJudge:
                 raise Unusable("unscored", detail, UNSCORED)
             accepted = await scorer.accepted(prompt, scored)
         except ScoringFailed as error:  # logged and counted by the pool
-            self._counts.update(completions=len(kept), left_out=len(kept))
+            cause = "service" if error.kind == "postponed" else "function"
+            self._counts.update({"all": len(kept), cause: len(kept)})
             raise Unusable("unscored", str(error), SCORING_FAILED) from error
         if len(accepted) < self._fewest:
             detail = self._too_few(len(accepted), "passed rollout.should_accept")
@@ -152,24 +151,19 @@ class GroupJudge:
 
     def take_metrics(self) -> dict[str, float]:
         counts, self._counts = self._counts, Counter()
-        num = max(counts["completions"], 1)
+        left_out = {f"rollout/unscored_by_{cause}": float(counts[cause]) for cause in CAUSES}
+        num_all = max(counts["all"], 1)
         return (self._teachers.take_metrics() if self._teachers is not None else {}) | {
-            "rollout/unscored_fraction": counts["left_out"] / num,
-            "rollout/unscorable_fraction": counts["unscorable"] / num,
+            **left_out,
+            "rollout/unscored_fraction": sum(left_out.values()) / num_all,
+            "rollout/unscorable_fraction": counts["unscorable"] / num_all,
         }
 
     def _count(self, rollouts: Sequence[Rollout], service: int = 0) -> None:
-        """Counts rollouts, and further completions that failed because of a ``service``."""
-        left_out = Counter(r.unscored or "function" for r in rollouts if r.reward is None)
-        left_out["service"] += service
-        self._counts.update(
-            completions=len(rollouts) + service,
-            left_out=left_out.total(),
-            unscorable=sum(rollout.unscored == "policy" for rollout in rollouts),
-        )
-        for cause, number in left_out.items():
-            if number:
-                self._drops.record(f"unscored ({cause})", UNSCORED_REASONS[cause], number=number)
+        """Counts rollouts, and completions that failed because of a ``service``."""
+        self._counts.update(r.unscored or "function" for r in rollouts if r.reward is None)
+        num_unscorable = sum(rollout.unscored == "policy" for rollout in rollouts)
+        self._counts.update(all=len(rollouts) + service, service=service, unscorable=num_unscorable)
 
     def _too_few(self, number: int, what: str) -> str:
         return f"At least {self._fewest} completions are needed, but {number} {what}."

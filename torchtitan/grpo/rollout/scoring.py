@@ -13,7 +13,7 @@ from torchtitan.grpo.rewards.reward_loading import JUDGE, NAMES, short_names
 from torchtitan.grpo.rewards.scoring_pool import RewardPool
 from torchtitan.grpo.rewards.scoring_worker import Scored
 from torchtitan.grpo.rollout.tokenizer import TextCodec
-from torchtitan.grpo.types import Generation, Prompt, Rollout, Unscored, without_contexts
+from torchtitan.grpo.types import Generation, Prompt, Rollout, without_contexts
 
 _MAX_CHARACTERS = 2000
 
@@ -104,7 +104,7 @@ class Scorer:
         for i, (generation, text) in enumerate(zip(generations, texts, strict=True)):
             values = dict(zip(self._names, (of[i] for of in scored.values), strict=False))
             reward = weighted_sum([of[i] for _, _, of in own], [w for _, w, _ in own])
-            unscored: Unscored = ""
+            unscored = ""
             if not self._names:
                 reward = 0.0
             elif reward is None and i in scored.unscorable:

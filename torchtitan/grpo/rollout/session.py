@@ -196,7 +196,7 @@ class RolloutSession(_Session):
                 unscorable_value=own.reward.unscorable_value,
             )
             rules[name] = Rules(scorer, own.rollout)
-        return GroupJudge(rules, config.rollout, config.grpo, self._teachers, self.drops)
+        return GroupJudge(rules, config.rollout, config.grpo, self._teachers)
 
 
 def _read_saved(

@@ -17,6 +17,7 @@ from enum import IntEnum
 from torchtitan.grpo.config.environments import reward_functions
 from torchtitan.grpo.errors import STOPPED_BY_GUARD, RunError
 from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.types import CAUSES
 
 # A norm of so many medians is a spike, of which the step's line names the parameter.
 _SPIKE_FACTOR = 10.0
@@ -175,17 +176,14 @@ class Guards:
         return f"{name} is {value:.4g}, above guards.{guard}_limit = {limit:g}"
 
     def judge_unscored(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Judges a batch by the completions that were left out since the last one. On rank 0."""
-        shown = {"rollout/unscored_fraction": 0.0} | metrics
-        found = self._above("rollout/unscored_fraction", shown, "unscored")
-        if found is None:
+        """Judges, on rank 0, a batch by the completions that were left out since the last one."""
+        if self._guards.unscored == "off" or "rollout/unscored_fraction" not in metrics:
+            return
+        if (found := self._above("rollout/unscored_fraction", metrics, "unscored")) is None:
             self._in_a_row.pop("unscored", None)
-        elif self._guards.unscored != "off":
-            counts = {
-                k.rpartition("_")[2]: f"{n:.0f}" for k, n in metrics.items() if "unscored_by_" in k
-            }
-            causes = ", ".join(f"{count} by a {cause}" for cause, count in counts.items())
-            self._find("unscored", step, f"{found} (completions left out: {causes})")
+            return
+        counts = [f"{metrics[f'rollout/unscored_by_{cause}']:.0f} by {cause}" for cause in CAUSES]
+        self._find("unscored", step, f"{found} (completions unscored {', '.join(counts)})")
 
     def judge_servers(self, step: int, lost_seconds: float) -> bool:
         """Returns whether the run must end because no server took work for ``lost_seconds``."""
