@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from torchtitan.grpo.losses.advantages import (
+    are_equal,
     compute_advantages,
     informative_samples,
     num_equal_groups,
@@ -93,6 +94,30 @@ def test_samples_are_informative_where_rewards_of_their_group_differ():
     )
     np.testing.assert_array_equal(got, [True, False, True, False, True, False])
     assert informative_samples(np.array([]), np.array([], np.int64)).shape == (0,)
+
+
+@pytest.mark.parametrize(
+    "rewards",
+    [
+        [0.1 + 0.2, 0.3, 0.3, 0.3], [float(np.float32(0.7)), 0.7, 0.7], [0.1 + 0.2 - 0.3, 0.0, 0.0], [1e6 * (0.1 + 0.2), 3e5],
+        [-0.1 - 0.2, -0.3], [1.1 * 1.1, 1.21], [1e12 * 1.1 / 3, 1.1e12 / 3], [float(np.float32(0.1) * 3), 0.3],
+        [sum([0.1] * 10), 1.0],
+    ],
+)  # fmt: skip
+def test_rewards_that_are_equal_up_to_rounding_are_equal(rewards):
+    groups = np.zeros(len(rewards), np.int64)
+    assert are_equal(np.array(rewards))
+    assert num_equal_groups(np.array(rewards), groups) == 1
+    np.testing.assert_array_equal(advantages(rewards, groups, eps=1e-30), 0)
+    assert informative_samples(np.array([*rewards, 7.0]), np.array([*groups, 0])).all()
+
+
+@pytest.mark.parametrize(
+    "rewards",
+    [[1.0, 1.00001], [1e6, 1e6 + 1], [0.0, 1e-9], [1e4 - 0.005, 1e4 + 0.005], [-1.0, 1.0]],
+)
+def test_small_differences_that_are_no_rounding_count(rewards):
+    assert not are_equal(np.array(rewards))
 
 
 def test_max_rl_weights_successes_by_one_over_their_rate():

@@ -55,6 +55,20 @@ def test_think_answer_tags_wants_the_whole_form(completion, expected):
     assert think_answer_tags(["q"], [completion]) == [expected]
 
 
+INVISIBLE = ["\u200b", "\u2060", "\ufeff", "\u00ad", "\x00", "\ufe0f", "\U000e0101", "\u180e", "\u034f", "\u3164",
+             "\u115f", "\uffa0", "\u2800", "\u202e", "\U000e0041", "\x1b", "\u2028", "\u0301", "\u2065", "\U0001d159"]  # fmt: skip
+
+
+@pytest.mark.parametrize("character", INVISIBLE, ids=ascii)
+def test_invisible_text_is_no_text(character):
+    forms = [
+        f"<think>{t}</think><answer>{a}</answer>"
+        for t, a in ((character, "4"), ("4", f" {character} "))
+    ]
+    assert think_answer_tags(["q"] * 2, forms) == [0.0, 0.0]
+    assert think_answer_tags(["q"], [f"<think>{character}x</think><answer>四</answer>"]) == [1.0]
+
+
 @pytest.mark.parametrize(
     ("completion", "number"),
     [

@@ -10,7 +10,7 @@ import pytest
 
 from torchtitan.grpo.rewards import math_answers
 from torchtitan.grpo.rewards.answer_text import without_thousands_separators
-from torchtitan.grpo.rewards.builtin import boxed_math
+from torchtitan.grpo.rewards.builtin import boxed_math, last_number
 
 # For each kind, pairs that are the same answer, and pairs that are not. The first is the expected one.
 SAME = {
@@ -45,7 +45,13 @@ SAME = {
         (r"\frac{1}{2}", "½"), ("¾", "0.75"), ("⅓", r"\frac13"), ("⅞", "7/8"), ("⅒", "0.1"), ("3⁄4", "0.75"),
         (r"\dfrac{1}{2}", r"\tfrac12"), (r"\frac{3}{2}", "1½"), ("3/2", "1 1/2"), (r"1\frac12", "1.5"),
         ("-1½", "-1.5"), (r"2\frac{3}{4}", "2 and 3/4"), ("0.5", ".5"), (r"-\frac12", r"\frac{-1}{2}"),
-        (r"\frac{1}{2}", r"\left(\frac{1}{2}\right)"),
+        (r"\frac{1}{2}", r"\left(\frac{1}{2}\right)"), (r"\frac{1}{2}", r"\frac 1 2"), ("0.5", r"\frac1{2}"),
+        ("1/2", r"\frac{1} 2"), ("3/4", r"\tfrac 3 4"), (r"\pi/2", r"\frac \pi 2"), ("x/2", r"\frac x 2"), ("1.5", r"1 \frac 1 2"),
+        ("-0.5", r"-\frac 1 2"), ("0.75", r"\frac 3 4 \text{ m}"), (r"\frac 1 2", "0.5"), (r"\frac{3}{x}", r"\cfrac 3 x"),
+    ],
+    "logarithms": [
+        ("3", r"\log_2 8"), ("3", "log_2 8"), ("3", r"\log_28"), ("3", r"\log _2 8"), ("3", r"\log_{2} 8"), ("4", r"\log_2 8 + 1"),
+        ("4", r"\log_3 81"), ("2", r"\log_{10} 100"), ("2", r"\lg 100"), ("-3", r"\log_2 \frac 1 8"), ("10", r"\binom 5 2"),
     ],
     "powers and roots": [
         ("x²", "x^2"), ("x^{10}", "x¹⁰"), ("10⁻³", "0.001"), ("x^10", "x^{10}"), ("x**2", "x^2"), ("2^10", "1024"),
@@ -234,6 +240,36 @@ FORMS = ["\\boxed{5}", "\\boxed {5}", "\\boxed\n{5}", "\\boxed 5", "\\fbox{5}", 
 @pytest.mark.parametrize("text", FORMS)
 def test_the_final_answer_is_found(text):
     assert boxed_math(["q"] * 2, [text] * 2, answer=["5", "4"]) == [1.0, 0.0]
+
+
+BLANKS = [
+    "answer is " + " " * 100_000,
+    "answer is" + " " * 100_000 + "5",
+    "5" + " " * 100_000 + "x",
+    "\\boxed{" * 14_000,
+]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("text", BLANKS, ids=["blank", "behind", "between", "boxes"])
+def test_long_texts_are_read_in_linear_time(text):
+    for given, wanted in (("\\boxed{5}", text), (text, "5"), (f"\\boxed{{{text}}}", "5")):
+        boxed_math(["q"], [given], answer=[wanted])
+        last_number(["q"], [given], answer=[wanted])
+    assert boxed_math(["q"], ["\\boxed{5}"], answer=["the answer is" + " " * 10_000 + "5."]) == [
+        1.0
+    ]
+    assert boxed_math(
+        ["q"] * 2, ["\\boxed{" + "1+" * 3000 + "1}"] * 2, answer=["5", "1+" * 3000]
+    ) == [0.0, None]
+
+
+def test_what_the_policy_made_unscorable_is_told_from_what_the_row_did():
+    found: list[int] = []
+    texts = [f"\\boxed{{{text}}}" for text in ("10^{10^{10}}", "3", "9^{9^9}+1", "5!!!")]
+    answers = ["1/2", "10^{10^{10}}", ["1", "2^{2^{99}}"], None]
+    assert boxed_math(["q"] * 4, texts, answer=answers, log_unscorable=found.append) == [None] * 4
+    assert found == [0]
 
 
 # The first alarm may come while Python collects garbage, which swallows it with a warning.

@@ -12,6 +12,7 @@ import rollouts
 from rollouts import generation
 
 from torchtitan.grpo import config
+from torchtitan.grpo.rollout.environments import EnvironmentFailed
 from torchtitan.grpo.rollout.judging import GroupJudge, Rules, Unusable
 from torchtitan.grpo.rollout.scoring import Scorer
 from torchtitan.grpo.types import Generation, Prompt, Rollout
@@ -46,6 +47,20 @@ def make_judge(
     grpo = config.GRPO(group_size=group_size, prompts_per_step=1)
     rollout = config.Rollout(**settings)
     return GroupJudge({"": Rules(GivenRewards(rewards, accepts), rollout)}, rollout, grpo)
+
+
+class Valued(GivenRewards):
+    """Gives what the policy wrote in failed episodes the value of ``unscorable_value``."""
+
+    async def unscorable(self, prompt: Prompt, written: Sequence[Generation]) -> list[Rollout]:
+        value = self.unscorable_value
+        return [replace(rollouts.rollout(2, value), unscored="policy") for _ in written]
+
+
+def failure(kind: str) -> EnvironmentFailed:
+    failed = EnvironmentFailed(kind, "It failed.")
+    failed.blame(generation(2))
+    return failed
 
 
 def judged(group_judge: GroupJudge, generations: Sequence[Generation]) -> list[Rollout]:
@@ -83,6 +98,56 @@ def test_equal_rewards_are_dropped_until_the_budget_of_the_batch_is_spent():
         assert len(judged(judge, THREE)) == 3
         assert judge.num_equal_dropped == turn
         judge.next_batch()
+
+
+def test_rewards_that_are_equal_up_to_rounding_have_no_advantage():
+    judge = make_judge([0.1 + 0.2, 0.3, 0.3], dynamic_sampling=True)
+    with pytest.raises(Unusable, match="All its rewards are equal"):
+        judged(judge, THREE)
+
+
+@pytest.mark.parametrize(("value", "kept"), [(None, [1.0]), (0.0, [1.0, 0.0])])
+def test_completions_without_a_reward_are_counted_by_cause(value, kept):
+    scorer = Valued([1.0, None], (True,) * 3)
+    scorer.unscorable_value = value
+    grpo = config.GRPO(group_size=1, prompts_per_step=1)
+    judge = GroupJudge({"": Rules(scorer, config.Rollout())}, config.Rollout(), grpo)
+    failures = [failure("raised KeyError"), failure("timeout")]
+    found = asyncio.run(judge.judge(PROMPT, THREE[:2], "", failures))
+    assert [rollout.reward for rollout in found] == kept
+    assert judge.take_metrics() == {
+        "rollout/unscored_by_policy": float(value is None),
+        "rollout/unscored_by_service": 1.0,
+        "rollout/unscored_by_function": 1.0,
+        "rollout/unscored_fraction": 0.75 if value is None else 0.5,
+        "rollout/unscorable_fraction": 0.25,
+    }
+    assert set(judge.take_metrics().values()) == {0.0}
+
+
+def test_a_group_whose_episodes_all_failed_is_trained_on_with_the_value_alone():
+    scorer = Valued([], (True,) * 3)
+    grpo = config.GRPO(group_size=2, prompts_per_step=1)
+    judge = GroupJudge({"": Rules(scorer, config.Rollout())}, config.Rollout(), grpo)
+    failures = [failure("exit status 1")] * 2
+    with pytest.raises(Unusable) as raised:
+        asyncio.run(judge.judge(PROMPT, [], "", failures))
+    assert raised.value.reason == "failed"
+    scorer.unscorable_value = 0.0
+    assert len(asyncio.run(judge.judge(PROMPT, [], "", failures))) == 2
+
+
+BLAMED = {
+    "raised KeyError": True, "bad reward": True, "bad observation": True, "exit status 1": True, "exit status 139": True,
+    "exit status -11": True, "exit status -24": True, "exit status -9": False, "exit status 137": False,
+    "exit status 75": False, "exit status 127": False, "outside: TimeoutError": False, "reset raised KeyError": False,
+    "timeout": False, "crash": False, "start": False, "column": False, "no request": False, "diverged": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "is_policys"), BLAMED.items())
+def test_the_policy_is_blamed_for_what_crashes_and_not_for_services_and_machines(kind, is_policys):
+    assert (failure(kind).written is not None) == is_policys
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,16 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from aiohttp import web
 from rollouts import generation
+from stub_clients import serving
 
-from torchtitan.grpo.config import Reward
+from torchtitan.grpo.config import Judge, Reward
 from torchtitan.grpo.rewards.scoring_pool import RewardPool, ScoringFailed
 from torchtitan.grpo.rollout.rollout_metrics import group_metrics
 from torchtitan.grpo.rollout.scoring import Scorer, weighted_sum
@@ -17,6 +20,12 @@ from torchtitan.grpo.types import Prompt, RolloutGroup
 FUNCTIONS = """
 def length(completions, **kw):
     return [float(len(c)) for c in completions]
+
+def hard(completions, log_unscorable):
+    for i, c in enumerate(completions):
+        if len(c) == 1:
+            log_unscorable(i)
+    return [None if len(c) == 1 else 1.0 for c in completions]
 
 def even(completions, **kw):
     return [None if len(c) % 2 else 1.0 for c in completions]
@@ -57,19 +66,68 @@ def functions(tmp_path: Path) -> str:
     return str(file)
 
 
-async def test_rewards_are_weighted_sums_of_the_functions_that_apply(functions, codec):
-    names = [f"{functions}:length", f"{functions}:even"]
+# The function `even` gives None for texts of odd lengths, and `hard` says that the policy is why.
+SUMS: dict[str, tuple[list[str], list[float], list[str], list[float | None], list[str]]] = {
+    "some": (["length", "even"], [0.5, -3.0], ["12", "123"], [-2.0, None], ["", "function"]),
+    "none applies": (["length", "even"], [0.5, -3.0], ["1", "123"], [0.5, 1.5], ["", ""]),
+    "without a weight": (["length", "even"], [1.0, 0.0], ["12", "123"], [2.0, 3.0], ["", ""]),
+    "alone": (["even"], [], ["1", "123"], [None, None], ["function", "function"]),
+    "of the policy": (["hard", "length"], [], ["1", "12"], [None, 3.0], ["policy", ""]),
+    "of both": (["hard", "even"], [], ["1", "12"], [None, 2.0], ["policy", ""]),
+    "of a built-in": (["boxed_math", "length"], [], ["1", "12"], [None, None], ["function"] * 2),
+}
+
+
+@pytest.mark.parametrize("case", SUMS)
+async def test_a_completion_that_a_function_with_a_weight_could_not_score_is_unscored(
+    case, functions, codec
+):
+    short, weights, texts, rewards, causes = SUMS[case]
+    names = [name if name == "boxed_math" else f"{functions}:{name}" for name in short]
     pool = RewardPool(names, Reward())
-    generations = [generation(codec.encode(text)) for text in ("12", "123")]
+    generations = [generation(codec.encode(text)) for text in texts]
+    prompt = replace(PROMPT, columns={"answer": None})
     try:
         await pool.start()
-        rollouts = await Scorer(pool, codec, names, [0.5, -3.0]).score(PROMPT, generations)
+        scorer = Scorer(pool, codec, names, weights)
+        rollouts = await scorer.score(prompt, generations)
+        scorer.unscorable_value = -1.0
+        valued = await scorer.score(prompt, generations)
     finally:
         await pool.close()
-    assert [rollout.reward for rollout in rollouts] == [0.5 * 2 - 3.0 * 1, 0.5 * 3]
-    components = [rollout.reward_components for rollout in rollouts]
-    assert components == [{"length": 2.0, "even": 1.0}, {"length": 3.0}]
+    assert [rollout.reward for rollout in rollouts] == rewards
+    assert [rollout.unscored for rollout in rollouts] == causes
+    with_value = [-1.0 if c == "policy" else r for r, c in zip(rewards, causes, strict=True)]
+    assert [rollout.reward for rollout in valued] == with_value
+    if case == "some":
+        components = [rollout.reward_components for rollout in rollouts]
+        assert components == [{"length": 2.0, "even": 1.0}, {"length": 3.0}]
     assert weighted_sum([None, None], [1.0, 2.0]) is None
+
+
+async def test_an_unreadable_verdict_leaves_its_completion_unscored_and_no_other(functions, codec):
+    async def judge(request: web.Request) -> web.Response:
+        text = (await request.json())["messages"][0]["content"]
+        said = "I cannot say." if text == "1" else "Score: 4"
+        return web.json_response({"choices": [{"message": {"content": said}}]})
+
+    names = ["judge", f"{functions}:length"]
+    generations = [generation(codec.encode(text)) for text in ("1", "12", "123")]
+    async with serving(judge) as url:
+        settings = Judge(url=url, model="m", template="{completion}", retries=0)
+        pool = RewardPool(names, Reward(judge=settings))
+        try:
+            await pool.start()
+            rollouts = await Scorer(pool, codec, names, [0.1, 1.0]).score(PROMPT, generations)
+            alone = await Scorer(pool, codec, names, [0.1, 1.0]).score(PROMPT, generations[:1])
+        finally:
+            await pool.close()
+    assert [rollout.reward for rollout in rollouts] == [
+        None,
+        pytest.approx(2.4),
+        pytest.approx(3.4),
+    ]
+    assert [rollout.unscored for rollout in (*rollouts, *alone)] == ["service", "", "", "service"]
 
 
 async def test_what_functions_log_is_kept_with_each_rollout_and_averaged_over_groups(

@@ -87,6 +87,26 @@ def test_each_guard_does_what_it_is_set_to(guard, action):
         assert judge() is Verdict.TAKE
 
 
+UNSCORED = {
+    "rollout/unscored_by_policy": 3.0, "rollout/unscored_by_service": 1.0, "rollout/unscored_by_function": 0.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("action", ["stop", "warn", "off"])
+def test_completions_without_a_reward_are_judged_by_their_fraction(action):
+    judge = Judge(unscored=action, unscored_limit=0.2)
+    for fraction in (0.2, 0.21, 0.3, 0.3, 0.1, 0.3):
+        judge.guards.judge_unscored(7, UNSCORED | {"rollout/unscored_fraction": fraction})
+        judge()
+    judge.guards.judge_unscored(8, {})  # of a part of a batch
+    assert judge.count("unscored") == 4 * (action != "off")
+    lines = judge.lines if action != "stop" else [judge.guards.reason]
+    assert len(lines) == {"warn": 3, "stop": 1, "off": 0}[action]  # the 1st, 2nd, and 1st in a row
+    for line in lines:
+        assert line.startswith("Guard at step 7: rollout/unscored_fraction is 0.")
+        assert "guards.unscored_limit = 0.2 (completions unscored 3 by policy, 1 by service" in line
+
+
 @pytest.mark.parametrize("action", ["skip", "stop", "warn"])
 @pytest.mark.parametrize("name", METRICS)
 def test_each_metric_of_the_loss_must_be_finite(name, action):
