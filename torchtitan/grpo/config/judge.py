@@ -40,15 +40,16 @@ class Judge:
 
     score: str = ""
     """Regular expression whose first group is the score in the answer of a ``chat`` judge, such as
-    ``Score: (\\d+)``. Its last match counts. If it is empty, the score is the last number of the
-    answer, where ``8/10`` and ``8 out of 10`` are 8. The last 65,536 characters are searched."""
+    ``Score: (\\d+)``. Its last match counts. If it is empty, the score is the first number behind
+    the last ``Score:`` (docs/how-to/judges.md), else the last number of the answer, where ``8/10`` and
+    ``8 out of 10`` are 8. The last 65,536 characters are searched."""
 
     options: dict[str, Any] = field(default_factory=dict)
     """Further fields of each request, such as ``{ temperature = 0.0, max_tokens = 1024 }``."""
 
     retries: Annotated[int, at_least(0)] = 2
     """Number of further requests if the server does not answer, or if its answer contains no score.
-    A completion whose last answer contains none gets no value (None). If the server does not
+    A completion whose last answer contains none is left out as unscored. If the server does not
     answer, the whole group is scored again later."""
 
     timeout_seconds: Annotated[

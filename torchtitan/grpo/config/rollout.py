@@ -201,7 +201,7 @@ class Reward:
     """Weight of each function in the sum that is the reward. If it is empty, each function has
     weight 1."""
 
-    unscorable_value: float | None = None
+    unscorable_value: Annotated[float | None, at_least(-1e12).at_most(1e12)] = None
     """Reward of a completion that the policy itself made unscorable: an environment or a program of
     ``[agent]`` crashed on it, or its answer is beyond the limits of ``boxed_math`` or of a function that
     calls ``log_unscorable``. Usually that of a failed attempt, such as 0. With None, it is left out, so

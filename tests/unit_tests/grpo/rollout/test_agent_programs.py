@@ -14,7 +14,7 @@ from agent_world import make_model, playing, prompt_of
 
 from torchtitan.grpo.config import Agent, Rollout, Workers
 from torchtitan.grpo.rollout.agents.programs import make_programs
-from torchtitan.grpo.rollout.environments import EnvironmentsFailing
+from torchtitan.grpo.rollout.environments import EnvironmentFailed, EnvironmentsFailing
 from torchtitan.grpo.types import Generation
 from torchtitan.grpo.workers.owner import CallFailed
 
@@ -43,6 +43,9 @@ COMMANDS = {
     "raises": (ASK + "raise ValueError", "exit status 1"),
     "bad reward": (ASK + "print('{\"reward\": NaN}')", "bad reward"),
     "huge reward": (ASK + "print('9' * 400)", "bad reward"),
+    "reward above the limit": (ASK + "print(1e13)", "bad reward"),
+    "largest reward": (ASK + "print(-1e12)", -1e12),
+    "its service is away": (ASK + "sys.exit(75)", "exit status 75"),
     "no request": ("print(1)", "no request"),
     "hangs": (ASK + "import time; time.sleep(600)", "timeout"),
     "closes its output": (ASK + "import time; os.close(1); time.sleep(600)", "timeout"),
@@ -60,7 +63,19 @@ FUNCTIONS = {
     "nothing": ("    pass", None),
     "no time limit": ("    return float(client.timeout is None)", 1.0),
     "raises": ("    raise KeyError", "raised KeyError"),
+    "no such file": ("    open('/no/such/file')", "raised FileNotFoundError"),
+    "no service": (
+        "    await asyncio.open_connection('127.0.0.1', 9)",
+        "outside: ConnectionRefusedError",
+    ),
+    "a service behind it": (
+        "    try: await asyncio.wait_for(asyncio.Event().wait(), 0.01)\n"
+        "    except TimeoutError as error: raise RuntimeError('search failed') from error",
+        "outside: RuntimeError",
+    ),
+    "full disk": ("    raise OSError(28, 'No space left on device')", "outside: OSError"),
     "bad reward": ("    return object()", "bad reward"),
+    "reward above the limit": ("    return {'reward': -1e13}", "bad reward"),
     "text": ("    return 'done'", "bad reward"),
     "waits": ("    await asyncio.sleep(600)", "timeout"),
     "blocks": ("    time.sleep(600)", "timeout"),
@@ -95,6 +110,11 @@ def check(found: Generation | CallFailed, expected: float | str | None) -> None:
     if isinstance(expected, str):
         assert isinstance(found, CallFailed)
         assert found.kind == expected
+        assert isinstance(found, EnvironmentFailed)
+        # The policy is the reason if its program has failed and nothing outside has.
+        is_policys = expected.startswith(("exit status 1", "raised ", "bad reward"))
+        assert (found.written is not None) == is_policys
+        assert found.written is None or found.written.num_trained == 3
     else:
         assert isinstance(found, Generation), found
         assert found.environment_reward == expected
@@ -193,4 +213,6 @@ async def test_a_command_that_cannot_be_started_fails_its_episodes(
 ) -> None:
     (tmp_path / "agent.py").write_bytes(b"\0")
     (tmp_path / "agent.py").chmod(0o700)
-    check(await outcome(model, Agent(command=[f"{tmp_path}/agent.py"]), 100.0), "exit status 1")
+    found = await outcome(model, Agent(command=[f"{tmp_path}/agent.py"]), 100.0)
+    assert isinstance(found, EnvironmentFailed)
+    assert (found.kind, found.written) == ("exit status 1", None), "the policy has written nothing"

@@ -472,7 +472,15 @@ async def test_useless_bodies_are_refused_and_bounded(model: Path) -> None:
         assert (await raw(url, key, b"{}", "/nowhere"))[0] == 404
         reward = f"/episodes/{access.episode}/reward"
         huge = b'{"reward": 1%s}' % (b"0" * 400)
-        for body in (b"{}", b'{"reward": true}', b'{"reward": NaN}', b'{"reward": "1"}', huge):
+        above = b'{"reward": -1e13}'
+        for body in (
+            b"{}",
+            b'{"reward": true}',
+            b'{"reward": NaN}',
+            b'{"reward": "1"}',
+            huge,
+            above,
+        ):
             assert (await raw(url, key, body, reward))[0] == 400, body
         await say(client, [USER])
 
@@ -502,6 +510,32 @@ async def test_a_client_that_does_not_read_is_dropped(monkeypatch: pytest.Monkey
                     num_read += len(part)
         assert num_read < 4 * 2**24
         writer.close()
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+async def test_answers_that_share_a_row_have_one_reward(
+    model: Path, order: tuple[int, int]
+) -> None:
+    async def program(client: Any, row: Any, access: Any) -> float:
+        messages, url = [dict(USER)], "/episodes/current/reward"
+
+        async def give(answer: Any, reward: float) -> None:
+            body = {"reward": reward, "response_id": answer.id}
+            await client.post(url, body=body, cast_to=object)
+
+        answers = [await say(client, messages)]
+        answers.append(await say(client, messages + [OTHER]))
+        branch = await say(client, [OTHER])
+        await give(answers[order[0]], 0.5)
+        await give(answers[order[0]], 0.25)  # the same answer may be rewarded again
+        with pytest.raises(openai.BadRequestError, match="must not share its row with an answer"):
+            await give(answers[order[1]], 1.0)
+        await give(branch, 1.0)
+        return 0.0
+
+    whole = (await play(model, program, ANSWERS)).whole
+    rewards = [(one.environment_reward, one.num_trained) for one in separated([whole])]
+    assert rewards == [(0.25, 6), (1.0, 3)]
 
 
 @pytest.mark.parametrize("num_rewarded", [1, 2])

@@ -29,7 +29,7 @@ from torchtitan.grpo.rollout.environments import (
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher
 from torchtitan.grpo.rollout.serving.requests import Sampling
 from torchtitan.grpo.rollout.tokenizer import TextCodec
-from torchtitan.grpo.rollout.trajectory import Trajectory, TrajectoryWriter
+from torchtitan.grpo.rollout.trajectory import RunningGroup, Trajectory, TrajectoryWriter
 from torchtitan.grpo.types import GenerateRequest, Generation, Prompt, VersionSegment
 
 EOS = 1
@@ -45,6 +45,8 @@ OBSERVED = {
     "not one": "text",
     "no such token": Observation(token_ids=[4000]),
     "nan": Observation(text="1", reward=float("nan")),
+    "too large": Observation(text="1", reward=-1e13),
+    "sum too large": Observation(text="1", reward=1e12),
 }
 
 class Echo(Environment):
@@ -66,6 +68,8 @@ class Echo(Environment):
         if len(self.texts) == 2:
             if what == "raise":
                 raise KeyError("no such thing")
+            if what == "service":
+                raise ConnectionResetError
             if what == "surrogate":
                 print("\\ud83d")
                 raise ValueError("\\ud83d")
@@ -241,6 +245,7 @@ async def test_an_environment_that_fails_fails_its_own_completion(open_world, tm
         "raise": "raised KeyError", "surrogate": "raised ValueError", 2**70: "column",
         "half a text": "bad observation", "not one": "bad observation",
         "no such token": "bad observation", "nan": "bad observation", "crash": "crash",
+        "too large": "bad reward", "sum too large": "bad reward", "service": "outside: ConnectionResetError",
     }  # fmt: skip
     async with open_world(TURNS) as world:
         for number, (what, kind) in enumerate(kinds.items(), start=1):
@@ -249,6 +254,14 @@ async def test_an_environment_that_fails_fails_its_own_completion(open_world, tm
                 await bad.task
             assert caught.value.kind == kind
             assert bad.result() is None
+            assert RunningGroup(bad.prompt, [bad], ()).failures() == [caught.value]
+            written = caught.value.written
+            assert (written is None) == (
+                kind in ("column", "crash", "outside: ConnectionResetError")
+            )
+            # What was read so far, and the turn at which the environment failed, without its rewards.
+            assert written is None or spell(world, written) == "12=[1:12]3="
+            assert written is None or written.environment_reward is None
             assert spell(world, await world.write()) == WHOLE
             assert world.episodes.metrics()["environment/failed_episodes"] == number
         assert world.pool.failures == Counter(kinds.values())
