@@ -322,9 +322,13 @@ class TopTokens:
     logprobs: np.ndarray
 
 
-CAUSES = ("policy", "service", "function")
-"""Why a completion has no reward: what the policy wrote, a service or a machine, or a function that
-gave none or failed."""
+CAUSES = {
+    "policy": "rollout/unscored_by_policy",
+    "service": "rollout/unscored_by_service",
+    "function": "rollout/unscored_by_function",
+}
+"""Why a completion has no reward, with the metric: what the policy wrote, a service or a machine, or
+a function that gave none or failed."""
 
 
 @dataclass(frozen=True, kw_only=True)

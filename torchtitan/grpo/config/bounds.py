@@ -36,9 +36,9 @@ class Bounds:
     def or_value(self, value: float, meaning: str) -> "Bounds":
         return dataclasses.replace(self, special=(value, meaning))
 
-    def allow(self, value: float) -> bool:
-        """Returns whether a value is valid. NaN is never allowed."""
-        if self.special is not None and value == self.special[0]:
+    def allow(self, value: float | None) -> bool:
+        """Returns whether a value is valid, as None is. NaN is never allowed."""
+        if value is None or (self.special is not None and value == self.special[0]):
             return True
         is_above = value >= self.minimum if self.includes_minimum else value > self.minimum
         if self.maximum is None:

@@ -78,7 +78,7 @@ _SENT = (
 def check_ranges(config: JobConfig) -> None:
     upstream = ((key, bounds, get(config, key)) for key, bounds in _UPSTREAM_BOUNDS.items())
     for key, bounds, value in (*upstream, *bounded_settings(config)):
-        if value is not None and not bounds.allow(value):
+        if not bounds.allow(value):
             require(False, f"{key} must be {bounds}, got {value}.{_meaning(config, key)}")
     for key in _SENT:
         for name, value in vars(get(config, key)).items():

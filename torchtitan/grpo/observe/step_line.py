@@ -24,7 +24,7 @@ WIDE_COLUMNS = 150
 _DROPPED = (
     *((kind.metric, kind.words) for kind in DROP_KINDS.values()),
     ("rollout/cut_rollouts", "answers cut"),
-    *((f"rollout/unscored_by_{cause}", f"unscored by {cause}") for cause in CAUSES),
+    *((metric, f"unscored by {cause}") for cause, metric in CAUSES.items()),
 )
 """Counts of a step that are shown if they are not zero."""
 

@@ -151,7 +151,7 @@ class GroupJudge:
 
     def take_metrics(self) -> dict[str, float]:
         counts, self._counts = self._counts, Counter()
-        left_out = {f"rollout/unscored_by_{cause}": float(counts[cause]) for cause in CAUSES}
+        left_out = {metric: float(counts[cause]) for cause, metric in CAUSES.items()}
         num_all = max(counts["all"], 1)
         return (self._teachers.take_metrics() if self._teachers is not None else {}) | {
             **left_out,

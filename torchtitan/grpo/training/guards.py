@@ -182,7 +182,7 @@ class Guards:
         if (found := self._above("rollout/unscored_fraction", metrics, "unscored")) is None:
             self._in_a_row.pop("unscored", None)
             return
-        counts = [f"{metrics[f'rollout/unscored_by_{cause}']:.0f} by {cause}" for cause in CAUSES]
+        counts = [f"{metrics[metric]:.0f} by {cause}" for cause, metric in CAUSES.items()]
         self._find("unscored", step, f"{found} (completions unscored {', '.join(counts)})")
 
     def judge_servers(self, step: int, lost_seconds: float) -> bool:
