@@ -38,6 +38,15 @@ def run(name: str, *arguments: str, status: int | None = 0) -> dict[str, Any]:
     return report["figures"]
 
 
+@pytest.mark.parametrize("choice", ["--quick", pytest.param("--seed=0", marks=pytest.mark.long)])
+def test_a_value_closes_the_exit_of_what_cannot_be_scored(choice: str) -> None:
+    figures = run("unscored_exit", choice)
+    for case in ("often", "rarely"):
+        assert figures[f"{case}/value_0/share"] < 0.02
+        assert figures[f"{case}/left_out/share"] > 0.05
+        assert figures[f"{case}/left_out/warnings"] > 0 == figures[f"{case}/value_0/warnings"]
+
+
 def long(*values: Any, seconds: int = 5400) -> Any:
     return pytest.param(*values, marks=[pytest.mark.long, pytest.mark.timeout(seconds)])
 

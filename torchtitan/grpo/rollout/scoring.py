@@ -92,33 +92,26 @@ class Scorer:
         return self._pool.describe()
 
     def _rollouts(
-        self,
-        prompt: Prompt,
-        generations: Sequence[Generation],
-        texts: Sequence[str],
-        scored: Scored,
+        self, prompt: Prompt, written: Sequence[Generation], texts: Sequence[str], scored: Scored
     ) -> list[Rollout]:
-        columns = list(zip(self._functions, self._weights, scored.values, strict=False))
-        own = [(f, w, of) for f, w, of in columns if f in NAMES or any(v is not None for v in of)]
+        every = list(zip(self._functions, self._weights, scored.values, strict=False))
+        own = [(f, w, of) for f, w, of in every if f in NAMES or any(v is not None for v in of)]
         rollouts = []
-        for i, (generation, text) in enumerate(zip(generations, texts, strict=True)):
-            values = dict(zip(self._names, (of[i] for of in scored.values), strict=False))
+        for i, (generation, text) in enumerate(zip(written, texts, strict=True)):
+            values = zip(self._names, (of[i] for of in scored.values), strict=False)
             reward = weighted_sum([of[i] for _, _, of in own], [w for _, w, _ in own])
-            unscored = ""
-            if not self._names:
-                reward = 0.0
-            elif reward is None and i in scored.unscorable:
-                reward, unscored = self.unscorable_value, "policy"
-            elif reward is None:
-                missing = [f for f, w, of in own if w and of[i] is None]
-                unscored = "service" if missing == [JUDGE] else "function"
+            cause = "" if reward is not None or not self._names else "function"
+            if cause and i in scored.unscorable:
+                reward, cause = self.unscorable_value, "policy"
+            elif cause and [f for f, w, of in own if w and of[i] is None] == [JUDGE]:
+                cause = "service"
             rollout = Rollout(
                 **vars(generation),
                 prompt_ids=prompt.token_ids,
                 completion=text,
-                reward=reward,
-                unscored=unscored,
-                reward_components={n: v for n, v in values.items() if v is not None},
+                reward=reward if self._names else 0.0,
+                unscored=cause,
+                reward_components={name: value for name, value in values if value is not None},
                 reward_metrics=scored.metrics,
                 logged=brief_columns({name: of[i] for name, of in scored.extra.items()}),
             )
