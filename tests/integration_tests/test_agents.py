@@ -178,3 +178,39 @@ def test_kills_at_random_times_lose_and_repeat_nothing(make_run: Callable, tmp_p
         assert step["reward/mean"] == pytest.approx(sum(rewards) / len(rewards))
     assert num_lost <= 1, "the program that was killed fails alone"
     resumed.wait_until_processes_end()
+
+
+CRASHING = """
+async def run(client, row):
+    answer = await client.completions.create(model="policy", prompt=row["prompt"], max_tokens=8)
+    if "5" in answer.choices[0].text:
+        raise ValueError("5 is not understood")
+    return 1.0
+"""
+
+
+@pytest.mark.parametrize("settings", [["--guards.unscored=stop"], ["--reward.unscorable_value=-1"]])
+def test_answers_on_which_a_program_crashes_are_told_or_trained_with_their_value(
+    make_run: Callable[..., Any], tmp_path: Path, settings: list[str]
+) -> None:
+    (tmp_path / "agent.py").write_text(CRASHING)
+    run = make_run(
+        f"--agent.function={tmp_path / 'agent.py'}:run", "--reward.functions=agent",
+        "--training.steps=3", "--grpo.prompts_per_step=4", "--grpo.group_size=4",
+        "--rollout.max_concurrent_rollouts=32", "--evaluation.num_prompts=0", "--optimizer.lr=1e-4",
+        "--rollout.max_consecutive_failures=1000", *settings, num_ranks=2,
+    )  # fmt: skip
+    if "--guards.unscored=stop" in settings:
+        message = run.fail()
+        assert "Guard at step 1: rollout/unscored_fraction is 0." in message
+        assert "by policy, 0 by service, 0 by function). With guards.unscored = 'stop'" in message
+        return
+    run.succeed()
+    assert max(step["rollout/unscorable_fraction"] for step in run.metrics) > 0
+    for step in run.metrics:
+        assert step["rollout/unscored_fraction"] == step["guards/unscored"] == 0
+    trained = run.records("samples.jsonl")
+    assert {(sample["reward"], "5" in sample["completion"]) for sample in trained} <= {
+        (1.0, False), (-1.0, True),
+    }  # fmt: skip
+    assert min(step["reward/mean"] for step in run.metrics) < 1
