@@ -4,9 +4,12 @@
 """Serves an aiohttp application behind the limits of `connections.py`."""
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 
 from aiohttp import web
+from aiohttp.http import HttpProcessingError
+from aiohttp.log import server_logger
 
 from torchtitan.grpo.system.connections import (
     HEADER_SECONDS,
@@ -35,6 +38,7 @@ async def listen(
 ) -> asyncio.Server:
     """Listens for a runner that is set up. Handlers must run inside :func:`.connections.answering`."""
     assert runner.server is not None, "it was set up"
+    server_logger.addFilter(_malformed)
     limits = ConnectionLimits(runner.server, max_connections, header_seconds)
     loop = asyncio.get_running_loop()
     return await loop.create_server(limits.make_protocol, host, port, backlog=backlog)
@@ -54,3 +58,24 @@ async def read_body(request: web.Request, max_bytes: int) -> bytes:
                 raise web.HTTPRequestEntityTooLarge(max_bytes, len(body))
     except TimeoutError as error:
         raise web.HTTPRequestTimeout(text=SLOW_BODY) from error
+
+
+class _Malformed(logging.Filter):
+    """Leaves out what malformed requests hold, which may be a key, and most of their number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._number = 0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        if not isinstance(error, HttpProcessingError):
+            return True
+        self._number += 1
+        record.levelno, record.levelname = logging.WARNING, "WARNING"
+        record.msg = "%d malformed HTTP requests were refused so far (%s). What they hold is not shown."
+        record.args, record.exc_info = (self._number, type(error).__name__), None
+        return self._number.bit_count() == 1  # 1, 2, 4, 8...
+
+
+_malformed = _Malformed()

@@ -4,8 +4,11 @@
 """Writes completions that programs drive, in the place of a `TrajectoryWriter`."""
 
 import asyncio
+import contextlib
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
 
 from torchtitan.grpo.config import RolloutProcessConfig
 from torchtitan.grpo.rollout.agents.endpoint import AgentEndpoint
@@ -19,27 +22,39 @@ from torchtitan.grpo.rollout.serving.requests import Sampling
 from torchtitan.grpo.rollout.serving.spare_room import SpareRoom
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 from torchtitan.grpo.rollout.trajectory import Trajectory
+from torchtitan.grpo.system.cores import usable_cores
 from torchtitan.grpo.types import Generation, Prompt
 from torchtitan.grpo.workers.process import WorkerLost
 
 # If an episode's worker ends more often than this, the episode is assumed to be the cause.
 _MAX_LOST = 2
 _LOOK_SECONDS = 1.0
+# A process that has sent no request for so long has not failed, because the machine may be busy.
+_START_SECONDS = 300.0
+# It then waits for something else than a core, which others may have.
+_STARTING_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
 class Agents:
-    """The programs of a run, and where they reach the model."""
+    """The programs of a run, and where they reach the model. ``starting`` bounds those that start."""
 
     endpoint: AgentEndpoint
     programs: Programs
+    starting: contextlib.AbstractAsyncContextManager[Any] = field(
+        default_factory=contextlib.nullcontext
+    )
 
     @classmethod
     def of(cls, config: RolloutProcessConfig, drops: DropLog, name: str = "") -> "Agents":
         programs = make_programs(
             config.agent, config.rollout, config.workers, drops.record_episode, name
         )
-        return cls(AgentEndpoint(config.agent.host, config.seq_len), programs)
+        endpoint = AgentEndpoint(config.agent.host, config.seq_len)
+        if not config.agent.command:
+            return cls(endpoint, programs)
+        most = config.agent.max_starting or usable_cores()
+        return cls(endpoint, programs, asyncio.Semaphore(most))
 
     async def start(self) -> None:
         await self.endpoint.start()
@@ -68,11 +83,13 @@ class AgentWriter:
     ) -> None:
         rollout = config.rollout
         self._places, self._agents = places, agents
-        self._timeout = config.agent.timeout_seconds
+        self._timeout = self._start_timeout = config.agent.timeout_seconds
+        if config.agent.command:
+            self._start_timeout = max(self._timeout, _START_SECONDS)
         self._settings = EpisodeSettings(
             places=places,
             sampling=sampling,
-            codec=codec,
+            codec=codec.bounded(sampling.max_total_tokens),
             parser=parser_of(codec.template) if codec.has_chat_template() else None,
             segment_tokens=rollout.segment_tokens,
             wait_seconds=rollout.request_timeout_seconds,
@@ -108,6 +125,7 @@ class AgentWriter:
             "agent/requests": counts["requests"] / num_episodes,
             "agent/conversations": counts["conversations"] / num_episodes,
             "agent/rows": counts["rows"] / num_episodes,
+            "agent/start_seconds": counts["start_milliseconds"] / 1000 / num_episodes,
             "agent/own_seconds": counts["own_milliseconds"] / 1000 / num_episodes,
             "agent/untrained_answers": float(counts["masked"]),
             "agent/ignored_settings": float(counts["ignored"]),
@@ -145,8 +163,13 @@ class AgentWriter:
     async def _episode(self, prompt: Prompt, episode: AgentEpisode) -> Generation:
         endpoint, programs = self._agents.endpoint, self._agents.programs
         endpoint.open(episode)
-        program = asyncio.create_task(programs.run(prompt, episode.access(endpoint.url)))
+        program: asyncio.Task[Any] | None = None
         try:
+            async with self._agents.starting:
+                episode.begin()
+                program = asyncio.create_task(programs.run(prompt, episode.access(endpoint.url)))
+                seconds = min(_STARTING_SECONDS, self._start_timeout)
+                await _any_of({program, episode.asked, episode.failed}, seconds)
             reward = reward_of(await self._result(program, episode))
             episode.reward = episode.reward if reward is None else reward
             whole = episode.whole()
@@ -161,24 +184,27 @@ class AgentWriter:
         finally:
             endpoint.forget(episode)
             episode.close()
-            program.cancel()
-            await asyncio.wait({program})  # killing a process takes milliseconds
+            if program is not None:
+                program.cancel()
+                await asyncio.wait({program})  # killing a process takes milliseconds
 
     async def _result(self, program: "asyncio.Task[object]", episode: AgentEpisode) -> object:
         """Waits for a program; raises EnvironmentFailed after its own time, and ServerError."""
         while not program.done():
-            left = self._timeout - episode.own_seconds()
+            has_asked = episode.asked.done()
+            limit = self._timeout if has_asked else self._start_timeout
+            left = limit - episode.own_seconds()
             if left <= 0:
+                what = "took longer than" if has_asked else "sent no request within"
                 raise EnvironmentFailed(
                     "timeout",
-                    f"An agent took longer than agent.timeout_seconds = {self._timeout:g}, not "
+                    f"An agent {what} {limit:g} s (agent.timeout_seconds = {self._timeout:g}), not "
                     "counting the time in which the model wrote; its program was ended.",
                 )
             # The time stands still while the model writes.
             wait = min(left, _LOOK_SECONDS) if episode.waits_for_model else left
-            await asyncio.wait(
-                {program, episode.failed}, timeout=wait, return_when=asyncio.FIRST_COMPLETED
-            )
+            awaited = {program, episode.failed} if has_asked else {program, episode.failed, episode.asked}
+            await _any_of(awaited, wait)
             if episode.failed.done():
                 episode.failed.result()
         return program.result()
@@ -189,3 +215,8 @@ class AgentWriter:
         counts["episodes"] += 1
         counts["rows"] += episode.num_rows
         counts["own_milliseconds"] += round(1000 * episode.own_seconds())
+        counts["start_milliseconds"] += round(1000 * episode.start_seconds)
+
+
+async def _any_of(awaited: Iterable["asyncio.Future[Any]"], seconds: float) -> None:
+    await asyncio.wait(awaited, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
