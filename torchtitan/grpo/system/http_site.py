@@ -73,7 +73,9 @@ class _Malformed(logging.Filter):
             return True
         self._number += 1
         record.levelno, record.levelname = logging.WARNING, "WARNING"
-        record.msg = "%d malformed HTTP requests were refused so far (%s). What they hold is not shown."
+        record.msg = (
+            "%d malformed HTTP requests were refused so far (%s). What they hold is not shown."
+        )
         record.args, record.exc_info = (self._number, type(error).__name__), None
         return self._number.bit_count() == 1  # 1, 2, 4, 8...
 

@@ -203,7 +203,9 @@ class AgentWriter:
                 )
             # The time stands still while the model writes.
             wait = min(left, _LOOK_SECONDS) if episode.waits_for_model else left
-            awaited = {program, episode.failed} if has_asked else {program, episode.failed, episode.asked}
+            awaited = (
+                {program, episode.failed} if has_asked else {program, episode.failed, episode.asked}
+            )
             await _any_of(awaited, wait)
             if episode.failed.done():
                 episode.failed.result()
