@@ -306,6 +306,7 @@ class Producer:
                     columns=brief_columns(prompt.columns),
                     is_chat=not isinstance(prompt.text, str),
                     file=self._prompts.file_of(prompt.group_id),
+                    row=prompt.row,
                 )
             )  # fmt: skip
         del self._running[prompt.group_id]
