@@ -131,7 +131,7 @@ def _group_text(records: Sequence[Mapping[str, Any]]) -> str:
     where = f" ({first['row']})" if first["row"] else ""
     lines = [f"step {first['step']}, prompt {first['group_id']}{where}:"]
     lines += [f"  column {name}: {value!r}" for name, value in first["columns"].items()]
-    lines += _turn_lines(first["context"][:1])
+    lines += _turn_lines(turn for turn in first["context"] if turn["role"] == "prompt")
     for number, record in enumerate(records, 1):
         components = ", ".join(f"{k} {v:.4g}" for k, v in record["reward_components"].items())
         advantage = record["advantage"]
@@ -143,8 +143,7 @@ def _group_text(records: Sequence[Mapping[str, Any]]) -> str:
         ]
         lines.append(f"  completion {number} of {len(records)}: {'; '.join(facts)}")
         lines += [f"  logged {name}: {value!r}" for name, value in record["logged"].items()]
-        is_shown = record["context"][:1] == first["context"][:1]
-        lines += _turn_lines(record["context"][is_shown:])
+        lines += _turn_lines(turn for turn in record["context"] if turn["role"] != "prompt")
     return "\n".join(lines)
 
 

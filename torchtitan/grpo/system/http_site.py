@@ -4,6 +4,7 @@
 """Serves an aiohttp application behind the limits of `connections.py`."""
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Awaitable, Callable
 
@@ -20,6 +21,7 @@ from torchtitan.grpo.system.connections import (
 )
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+_num_malformed = itertools.count(1)
 
 
 @web.middleware
@@ -38,7 +40,7 @@ async def listen(
 ) -> asyncio.Server:
     """Listens for a runner that is set up. Handlers must run inside :func:`.connections.answering`."""
     assert runner.server is not None, "it was set up"
-    server_logger.addFilter(_malformed)
+    server_logger.addFilter(_without_contents)
     limits = ConnectionLimits(runner.server, max_connections, header_seconds)
     loop = asyncio.get_running_loop()
     return await loop.create_server(limits.make_protocol, host, port, backlog=backlog)
@@ -60,24 +62,10 @@ async def read_body(request: web.Request, max_bytes: int) -> bytes:
         raise web.HTTPRequestTimeout(text=SLOW_BODY) from error
 
 
-class _Malformed(logging.Filter):
+def _without_contents(record: logging.LogRecord) -> bool:
     """Leaves out what malformed requests hold, which may be a key, and most of their number."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._number = 0
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        error = record.exc_info[1] if record.exc_info else None
-        if not isinstance(error, HttpProcessingError):
-            return True
-        self._number += 1
-        record.levelno, record.levelname = logging.WARNING, "WARNING"
-        record.msg = (
-            "%d malformed HTTP requests were refused so far (%s). What they hold is not shown."
-        )
-        record.args, record.exc_info = (self._number, type(error).__name__), None
-        return self._number.bit_count() == 1  # 1, 2, 4, 8...
-
-
-_malformed = _Malformed()
+    if not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError)):
+        return True
+    number, record.exc_info = next(_num_malformed), None
+    record.msg, record.args = "%d malformed HTTP requests were refused so far.", (number,)
+    return number.bit_count() == 1  # 1, 2, 4, 8...

@@ -9,7 +9,7 @@ import json
 import logging
 from collections.abc import Awaitable, Callable, Iterable
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 from aiohttp import web
@@ -33,7 +33,6 @@ _WRITE_SECONDS = 60.0
 _SHUTDOWN_SECONDS = 0.3
 _KEEPALIVE_SECONDS = 75.0
 
-_Asked = TypeVar("_Asked")
 _Handler = Callable[[web.Request, AgentEpisode], Awaitable[web.StreamResponse]]
 
 
@@ -128,20 +127,28 @@ class AgentEndpoint:
     async def _complete(
         self, route: ModuleType, http: web.Request, episode: AgentEpisode
     ) -> web.StreamResponse:
-        asked: Asked = await _read(http, episode, route.read)
+        body = await _body(http, episode)
+        asked: Asked = await episode.in_thread(lambda: route.read(body))
         answer = await episode.answer(asked)
         if asked.stream:
             return await _stream(http, route.stream(answer, asked), is_named=False)
         return await _send(http, route.write(answer, asked))
 
     async def _generate(self, http: web.Request, episode: AgentEpisode) -> web.StreamResponse:
-        asked = await _read(http, episode, text_route.read_ids_body)
+        asked = text_route.read_ids_body(await _body(http, episode))
         return await _send(http, text_route.write_ids(await episode.answer(asked), asked))
 
     async def _responses(self, http: web.Request, episode: AgentEpisode) -> web.StreamResponse:
-        asked, has_system = await _read(http, episode, functools.partial(_read_response, episode))
+        body = await _body(http, episode)
+        earlier = episode.conversations.get(str(body.get("previous_response_id")), [])
+        if body.get("previous_response_id") and not earlier:
+            raise BadRequest(
+                "previous_response_id must be the id of an earlier response of this episode.",
+                param="previous_response_id",
+            )
+        asked = await episode.in_thread(lambda: responses_route.read(body, earlier))
         answer = await episode.answer(asked)
-        _keep_conversation(episode, asked, answer, has_system=has_system)
+        _keep_conversation(episode, asked, answer, has_system=bool(body.get("instructions")))
         if asked.stream:
             return await _stream(http, responses_route.stream(answer, asked), is_named=True)
         return await _send(http, responses_route.write(answer, asked))
@@ -149,7 +156,7 @@ class AgentEndpoint:
     async def _reward(self, http: web.Request, episode: AgentEpisode) -> web.StreamResponse:
         if http.match_info["name"] not in (episode.name, "current"):
             return _error(403, f"The key is of the episode {episode.name}, and of no other one.")
-        body = await _read(http, episode, dict)
+        body = await _body(http, episode)
         reward = parsed_reward(body)
         if body.get("response_id") is None:
             episode.reward = reward
@@ -168,17 +175,6 @@ class AgentEndpoint:
         return card | {"max_model_len": self._seq_len}
 
 
-def _read_response(episode: AgentEpisode, body: dict[str, Any]) -> tuple[Asked, bool]:
-    """Returns what is asked, and whether it begins with instructions."""
-    earlier = episode.conversations.get(str(body.get("previous_response_id")), [])
-    if body.get("previous_response_id") and not earlier:
-        raise BadRequest(
-            "previous_response_id must be the id of an earlier response of this episode.",
-            param="previous_response_id",
-        )
-    return responses_route.read(body, earlier), bool(body.get("instructions"))
-
-
 def _keep_conversation(
     episode: AgentEpisode, asked: Asked, answer: Answer, *, has_system: bool
 ) -> None:
@@ -189,20 +185,12 @@ def _keep_conversation(
     episode.conversations[f"resp_{answer.number}"] = [*messages, *responses_route.read_items(items)]
 
 
-async def _read(
-    http: web.Request, episode: AgentEpisode, read: Callable[[dict[str, Any]], _Asked]
-) -> _Asked:
-    """Reads a request in a thread, because a long one would hold up all other episodes."""
+async def _body(http: web.Request, episode: AgentEpisode) -> dict[str, Any]:
     try:
         received = await read_body(http, MAX_BODY_BYTES)
+        body = await episode.in_thread(lambda: json.loads(received))
     except (HttpProcessingError, web.RequestPayloadError) as error:
         raise BadRequest("The body is not what its headers say, or is incomplete.") from error
-    return await episode.in_thread(lambda: read(_body(received)))
-
-
-def _body(received: bytes) -> dict[str, Any]:
-    try:
-        body = json.loads(received)
     except (ValueError, RecursionError) as error:
         raise BadRequest(f"The body must be JSON: {error}.") from error
     if not isinstance(body, dict):

@@ -97,7 +97,7 @@ class AgentEpisode:
         self._rows_of: dict[str, list[Row]] = {}
         self._num_in_flight = 0
         self.start_seconds = self._own_seconds = 0.0
-        self._since = time.monotonic()
+        self.begin()
         self._is_closed = False
         self._hold = ExitStack()
         self._hold.enter_context(settings.places.hold())

@@ -4,9 +4,8 @@
 """Writes completions that programs drive, in the place of a `TrajectoryWriter`."""
 
 import asyncio
-import contextlib
 from collections import Counter
-from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,20 +40,16 @@ class Agents:
 
     endpoint: AgentEndpoint
     programs: Programs
-    starting: contextlib.AbstractAsyncContextManager[Any] = field(
-        default_factory=contextlib.nullcontext
-    )
+    starting: asyncio.Semaphore | nullcontext[None] = field(default_factory=nullcontext)
 
     @classmethod
     def of(cls, config: RolloutProcessConfig, drops: DropLog, name: str = "") -> "Agents":
         programs = make_programs(
             config.agent, config.rollout, config.workers, drops.record_episode, name
         )
-        endpoint = AgentEndpoint(config.agent.host, config.seq_len)
-        if not config.agent.command:
-            return cls(endpoint, programs)
         most = config.agent.max_starting or usable_cores()
-        return cls(endpoint, programs, asyncio.Semaphore(most))
+        starting = asyncio.Semaphore(most) if config.agent.command else nullcontext()
+        return cls(AgentEndpoint(config.agent.host, config.seq_len), programs, starting)
 
     async def start(self) -> None:
         await self.endpoint.start()
@@ -83,9 +78,8 @@ class AgentWriter:
     ) -> None:
         rollout = config.rollout
         self._places, self._agents = places, agents
-        self._timeout = self._start_timeout = config.agent.timeout_seconds
-        if config.agent.command:
-            self._start_timeout = max(self._timeout, _START_SECONDS)
+        self._timeout = config.agent.timeout_seconds
+        self._start_timeout = max(self._timeout, _START_SECONDS if config.agent.command else 0)
         self._settings = EpisodeSettings(
             places=places,
             sampling=sampling,
@@ -169,7 +163,7 @@ class AgentWriter:
                 episode.begin()
                 program = asyncio.create_task(programs.run(prompt, episode.access(endpoint.url)))
                 seconds = min(_STARTING_SECONDS, self._start_timeout)
-                await _any_of({program, episode.asked, episode.failed}, seconds)
+                await _any_of(seconds, program, episode.failed, episode.asked)
             reward = reward_of(await self._result(program, episode))
             episode.reward = episode.reward if reward is None else reward
             whole = episode.whole()
@@ -203,10 +197,7 @@ class AgentWriter:
                 )
             # The time stands still while the model writes.
             wait = min(left, _LOOK_SECONDS) if episode.waits_for_model else left
-            awaited = (
-                {program, episode.failed} if has_asked else {program, episode.failed, episode.asked}
-            )
-            await _any_of(awaited, wait)
+            await _any_of(wait, program, episode.failed, *([] if has_asked else [episode.asked]))
             if episode.failed.done():
                 episode.failed.result()
         return program.result()
@@ -220,5 +211,5 @@ class AgentWriter:
         counts["start_milliseconds"] += round(1000 * episode.start_seconds)
 
 
-async def _any_of(awaited: Iterable["asyncio.Future[Any]"], seconds: float) -> None:
+async def _any_of(seconds: float, *awaited: "asyncio.Future[Any]") -> None:
     await asyncio.wait(awaited, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
