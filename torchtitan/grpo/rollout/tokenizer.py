@@ -19,12 +19,15 @@ from torchtitan.grpo.weight_wire.model_folder import about_pointer
 _TURN = "THETURNOFTHEASSISTANT"
 
 
-# Of a text that may be too long. A piece takes tens of milliseconds and some 10 MB.
 _PIECE_CHARS = 2**15
 
 
 class TextTooLong(ValueError):
-    """A text has more tokens than fit; only its beginning was tokenized."""
+    def __init__(self, most_tokens: int, found: str) -> None:
+        super().__init__(
+            f"This model's maximum context length is {most_tokens} tokens (training.seq_len), and the "
+            f"request has {found}."
+        )
 
 
 class TextCodec:
@@ -124,7 +127,7 @@ class TextCodec:
             piece = self._tokenizer.encode(text[start : start + size], add_special_tokens=False)
             num_found += len(piece.ids) - self.longest_token
             if num_found > most:
-                raise TextTooLong(f"A text has more than {most} tokens.")
+                raise TextTooLong(most, "more")
 
     def count(self, text: str) -> int:
         return len(self.encode_continuation(text))

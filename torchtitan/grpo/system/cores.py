@@ -27,8 +27,7 @@ def share_cores(num_processes: int) -> None:
 
 def usable_cores() -> int:
     """The number of cores that this process may keep busy."""
-    is_known = hasattr(os, "sched_getaffinity")  # not on macOS
-    return min(len(os.sched_getaffinity(0)) if is_known else os.cpu_count() or 1, _quota())
+    return min(os.cpu_count() or 1, _quota())
 
 
 def _quota(file: Path = _QUOTA) -> int:

@@ -97,7 +97,7 @@ class AgentEpisode:
         self._rows_of: dict[str, list[Row]] = {}
         self._num_in_flight = 0
         self.start_seconds = self._own_seconds = 0.0
-        self.begin()
+        self._since = time.monotonic()
         self._is_closed = False
         self._hold = ExitStack()
         self._hold.enter_context(settings.places.hold())
@@ -105,9 +105,13 @@ class AgentEpisode:
     def access(self, base_url: str) -> Access:
         return Access(base_url, self.key, self.name)
 
-    def begin(self) -> None:
-        """The program is started."""
+    def begin(self, release: Callable[[], None], seconds: float) -> None:
+        """The program starts: calls ``release`` at its first request, or after ``seconds``."""
         self._since = time.monotonic()
+        place = ExitStack()
+        place.callback(release)
+        self.asked.add_done_callback(lambda _: place.close())
+        self.asked.get_loop().call_later(seconds, place.close)
 
     def note_request(self) -> None:
         if not self.asked.done():
@@ -159,13 +163,12 @@ class AgentEpisode:
         """Raises BadRequest, and ServerError if no server answers, which also ends the episode."""
         try:
             context = await self.in_thread(lambda: self._context(asked))
+            room = self._room(context, asked)
         except BadRequest:
             raise
-        except TextTooLong as error:
-            raise self._too_long("more") from error
         except ValueError as error:
-            raise BadRequest(str(error), param="messages") from error
-        room = self._room(context, asked)
+            code = "context_length_exceeded" if isinstance(error, TextTooLong) else None
+            raise BadRequest(str(error), param="messages", code=code) from error
         if self._is_closed:
             raise BadRequest("The episode has ended.", code="ended")
         most = self._settings.max_turns
@@ -232,8 +235,8 @@ class AgentEpisode:
         if asked.text is not None:
             return self._transcript.text_context(asked.text)
         assert asked.messages is not None, "one of the three is given"
-        if len(asked.messages) > self._settings.sampling.max_total_tokens:
-            raise self._too_long(f"{len(asked.messages)} messages")
+        if len(asked.messages) > (most := self._settings.sampling.max_total_tokens):
+            raise TextTooLong(most, f"{len(asked.messages)} messages")
         if asked.tools and asked.may_call and self._settings.parser is None:
             raise BadRequest(
                 "The model's chat template must print tools and their calls in a known form, but it "
@@ -249,17 +252,8 @@ class AgentEpisode:
         if not num_shown:
             raise BadRequest("A request must have at least one token.", param="prompt")
         if num_shown >= most:
-            raise self._too_long(f"{num_shown} tokens already")
+            raise TextTooLong(most, f"{num_shown} tokens already")
         return min(most - num_shown, sampling.max_new_tokens, asked.max_tokens or most)
-
-    def _too_long(self, what: str) -> BadRequest:
-        most = self._settings.sampling.max_total_tokens
-        return BadRequest(
-            f"This model's maximum context length is {most} tokens (training.seq_len), and the "
-            f"request has {what}.",
-            param="messages",
-            code="context_length_exceeded",
-        )
 
     def _count(self, asked: Asked, context: Context) -> None:
         counts = self._settings.counts

@@ -4,10 +4,9 @@
 """Writes completions that programs drive, in the place of a `TrajectoryWriter`."""
 
 import asyncio
+import sys
 from collections import Counter
-from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
 
 from torchtitan.grpo.config import RolloutProcessConfig
 from torchtitan.grpo.rollout.agents.endpoint import AgentEndpoint
@@ -36,11 +35,11 @@ _STARTING_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class Agents:
-    """The programs of a run, and where they reach the model. ``starting`` bounds those that start."""
+    """The programs of a run, where they reach the model, and places for those that start."""
 
     endpoint: AgentEndpoint
     programs: Programs
-    starting: asyncio.Semaphore | nullcontext[None] = field(default_factory=nullcontext)
+    starting: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(sys.maxsize))
 
     @classmethod
     def of(cls, config: RolloutProcessConfig, drops: DropLog, name: str = "") -> "Agents":
@@ -48,7 +47,7 @@ class Agents:
             config.agent, config.rollout, config.workers, drops.record_episode, name
         )
         most = config.agent.max_starting or usable_cores()
-        starting = asyncio.Semaphore(most) if config.agent.command else nullcontext()
+        starting = asyncio.Semaphore(most if config.agent.command else sys.maxsize)
         return cls(AgentEndpoint(config.agent.host, config.seq_len), programs, starting)
 
     async def start(self) -> None:
@@ -156,14 +155,11 @@ class AgentWriter:
 
     async def _episode(self, prompt: Prompt, episode: AgentEpisode) -> Generation:
         endpoint, programs = self._agents.endpoint, self._agents.programs
+        await self._agents.starting.acquire()
+        episode.begin(self._agents.starting.release, _STARTING_SECONDS)
         endpoint.open(episode)
-        program: asyncio.Task[Any] | None = None
+        program = asyncio.create_task(programs.run(prompt, episode.access(endpoint.url)))
         try:
-            async with self._agents.starting:
-                episode.begin()
-                program = asyncio.create_task(programs.run(prompt, episode.access(endpoint.url)))
-                seconds = min(_STARTING_SECONDS, self._start_timeout)
-                await _any_of(seconds, program, episode.failed, episode.asked)
             reward = reward_of(await self._result(program, episode))
             episode.reward = episode.reward if reward is None else reward
             whole = episode.whole()
@@ -178,9 +174,8 @@ class AgentWriter:
         finally:
             endpoint.forget(episode)
             episode.close()
-            if program is not None:
-                program.cancel()
-                await asyncio.wait({program})  # killing a process takes milliseconds
+            program.cancel()
+            await asyncio.wait({program})  # killing a process takes milliseconds
 
     async def _result(self, program: "asyncio.Task[object]", episode: AgentEpisode) -> object:
         """Waits for a program; raises EnvironmentFailed after its own time, and ServerError."""
@@ -197,7 +192,11 @@ class AgentWriter:
                 )
             # The time stands still while the model writes.
             wait = min(left, _LOOK_SECONDS) if episode.waits_for_model else left
-            await _any_of(wait, program, episode.failed, *([] if has_asked else [episode.asked]))
+            await asyncio.wait(
+                {program, episode.failed, program if has_asked else episode.asked},
+                timeout=wait,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
             if episode.failed.done():
                 episode.failed.result()
         return program.result()
@@ -209,7 +208,3 @@ class AgentWriter:
         counts["rows"] += episode.num_rows
         counts["own_milliseconds"] += round(1000 * episode.own_seconds())
         counts["start_milliseconds"] += round(1000 * episode.start_seconds)
-
-
-async def _any_of(seconds: float, *awaited: "asyncio.Future[Any]") -> None:
-    await asyncio.wait(awaited, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
