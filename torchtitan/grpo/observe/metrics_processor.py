@@ -33,6 +33,7 @@ from torchtitan.grpo.observe.report import (
 from torchtitan.grpo.observe.run_log import RunLog
 from torchtitan.grpo.observe.sample_log import group_texts
 from torchtitan.grpo.observe.trackers import log_samples, wandb_place, wandb_run, without_pipeline
+from torchtitan.grpo.rollout.link import RolloutLink
 from torchtitan.grpo.rollout.results import EvaluationResult
 from torchtitan.grpo.system.logs import logger
 from torchtitan.grpo.upstream.metrics import MetricsProcessor
@@ -74,6 +75,11 @@ class GRPOMetricsProcessor(MetricsProcessor):
         self._open += [self.steps, self.evaluations, self.evaluated]
         if place := wandb_place(self.logger):
             self._progress.print(place)
+
+    def follow(self, link: RolloutLink | None) -> None:
+        """Shows what the rollout process says about its progress."""
+        if link is not None and self._progress is not None:
+            link.show = self._progress.wait
 
     def log_step(
         self,

@@ -8,8 +8,10 @@ have no advantage, and refills the batch with other groups (DAPO, Yu et al. 2025
 https://arxiv.org/abs/2503.14476).
 """
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from torchtitan.grpo.config import GRPO
 from torchtitan.grpo.config import Rollout as RolloutSettings
@@ -71,6 +73,7 @@ class GroupJudge:
             self._most_dropped = int(settings.dynamic_sampling_limit * grpo.prompts_per_step)
         self._num_dropped = 0  # for the batch that is being filled
         self.num_equal_dropped = 0
+        self._scoring_seconds: list[float] = []
 
     async def judge(
         self, prompt: Prompt, generations: Sequence[Generation], environment: str = ""
@@ -94,7 +97,9 @@ class GroupJudge:
             cause = SHORT if len(whole) == len(generations) else TRUNCATED
             raise Unusable("filtered", self._too_few(len(kept), filters), cause)
         try:
+            begun = time.monotonic()
             rollouts = await scorer.score(prompt, kept)
+            self._scoring_seconds.append(time.monotonic() - begun)
             scored = [rollout for rollout in rollouts if rollout.reward is not None]
             if len(scored) < self._fewest:
                 detail = self._too_few(len(scored), f"of {len(rollouts)} got a reward")
@@ -132,7 +137,9 @@ class GroupJudge:
         return "; ".join(filter(None, [*dict.fromkeys(scoring), rating]))
 
     def take_metrics(self) -> dict[str, float]:
-        return self._teachers.take_metrics() if self._teachers is not None else {}
+        seconds, self._scoring_seconds = self._scoring_seconds, []
+        rated = self._teachers.take_metrics() if self._teachers is not None else {}
+        return {"rollout/scoring_seconds": fmean(seconds or [0.0])} | rated
 
     def _too_few(self, number: int, what: str) -> str:
         return f"At least {self._fewest} completions are needed, but {number} {what}."
