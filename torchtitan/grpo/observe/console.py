@@ -94,7 +94,7 @@ class Progress:
         """Shows how far a batch or an evaluation is: a bar, or a line every 30 s."""
         if self._bar is not None:
             if (what := line.partition(":")[0]) not in self._parts:
-                self._parts[what] = self._bar.add_task("")
+                self._parts[what] = self._bar.add_task("", total=None)
             part, total = self._parts[what], wanted or None
             self._bar.update(part, completed=done, total=total, description=line)
         elif self.mode == "lines" and time.monotonic() - self._told >= _TELL_SECONDS:

@@ -128,7 +128,7 @@ def group_texts(records: Iterable[Mapping[str, Any]]) -> Iterator[str]:
 
 def _group_text(records: Sequence[Mapping[str, Any]]) -> str:
     first = records[0]
-    where = f" ({first['row']})" if first["row"] else ""
+    where = f" ({row})" if (row := first.get("row")) else ""
     lines = [f"step {first['step']}, prompt {first['group_id']}{where}:"]
     lines += [f"  column {name}: {value!r}" for name, value in first["columns"].items()]
     lines += _turn_lines(turn for turn in first["context"] if turn["role"] == "prompt")

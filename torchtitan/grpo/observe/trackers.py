@@ -29,7 +29,7 @@ SAMPLES = "samples"
 """Name of the table in wandb, and of the text in TensorBoard."""
 
 COLUMNS = (
-    *("step", "group_id", "row", "prompt", "completion", "context", "reward", "advantage"),
+    *("step", "group_id", "prompt", "completion", "context", "reward", "advantage"),
     *("reward_components", "columns", "finish_reason", "logged"),
 )
 

@@ -84,8 +84,8 @@ class Producer:
         self._skipped: dict[int, CloseReason] = {}  # since a prompt was issued last
         self._counts = RolloutCounts()
         self._metrics = RolloutMetrics(prompts.file_names)
-        names = "idle", "wait_trainer", "wait_rewards", "wait_episodes"
-        self._shares = {name: ShareClock() for name in names}
+        self._idle, self._held_back = ShareClock(), ShareClock()
+        self._for_rewards, self._for_episodes = ShareClock(), ShareClock()
         self._kept_groups = KeptGroups(admission.groups_per_batch)
         self.is_asked = False  # the trainer waits for a batch
         self._room = asyncio.Event()
@@ -267,18 +267,16 @@ class Producer:
         """
         in_flight, servers = self._dispatcher.in_flight, self._dispatcher.servers.values()
         versions = [s.version for s in servers if s.version is not None and s.is_ready()]
-        awaited = self._awaited() if self.is_asked else []
-        are_written = bool(awaited) and all(group.task is None for group in awaited)
-        held = self._dispatcher.num_held
-        self._shares["idle"].set(in_flight == 0 or not versions)
-        self._shares["wait_rewards"].set(are_written)
-        self._shares["wait_episodes"].set(
-            bool(awaited) and not are_written and 0 < in_flight == held
-        )
-        self._shares["wait_trainer"].set(
+        self._idle.set(in_flight == 0 or not versions)
+        self._held_back.set(
             not self.is_asked
             and any(self._admission.waits_for_trainer(v, in_flight) for v in versions)
         )
+        awaited = self._awaited() if self.is_asked else []
+        are_written = bool(awaited) and all(group.task is None for group in awaited)
+        self._for_rewards.set(are_written)
+        held = self._dispatcher.num_held
+        self._for_episodes.set(bool(awaited) and not are_written and 0 < in_flight == held)
 
     def _start_group(self, prompt: Prompt, server: Server, groups: asyncio.TaskGroup) -> None:
         assert server.version is not None, f"{server.url} is not ready"
@@ -408,7 +406,10 @@ class Producer:
             buffered=len(self.finished),
             in_flight=self._dispatcher.in_flight,
         )
-        metrics |= {f"rollout/{name}_fraction": c.take() for name, c in self._shares.items()}
+        metrics["rollout/idle_fraction"] = self._idle.take()
+        metrics["rollout/wait_trainer_fraction"] = self._held_back.take()
+        metrics["rollout/wait_rewards_fraction"] = self._for_rewards.take()
+        metrics["rollout/wait_episodes_fraction"] = self._for_episodes.take()
         metrics |= self._drops.take_metrics() | self._judge.take_metrics()
         for name, writer in self._writers.items():
             metrics |= with_environment(name, writer.metrics())
