@@ -120,10 +120,7 @@ class AgentEpisode:
             self.asked.set_result(None)
 
     def own_seconds(self) -> float:
-        """The time that the program has taken itself, without that in which the model wrote.
-
-        It counts from the program's start until its first request, and anew from then on.
-        """
+        """The program's own time until its first request, and from then on that beside the model's."""
         running = 0.0 if self._num_in_flight else time.monotonic() - self._since
         return self._own_seconds + running
 
@@ -187,10 +184,7 @@ class AgentEpisode:
         return Answer(number, int(time.time()), MODEL, context.token_ids, choices)
 
     async def in_thread(self, read: Callable[[], _Found]) -> _Found:
-        """Calls what takes long for a long request, for few requests at a time.
-
-        A thread cannot be stopped, so its place is free when it ends, even if its client has left.
-        """
+        """Calls what takes long for a long request. The place of a client that left is kept as well."""
         await self._reading.acquire()
         work = asyncio.get_running_loop().run_in_executor(None, read)
         work.add_done_callback(lambda _: self._reading.release())

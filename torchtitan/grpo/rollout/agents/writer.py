@@ -27,10 +27,8 @@ from torchtitan.grpo.workers.process import WorkerLost
 # If an episode's worker ends more often than this, the episode is assumed to be the cause.
 _MAX_LOST = 2
 _LOOK_SECONDS = 1.0
-# A process that has sent no request for so long has not failed, because the machine may be busy.
-_START_SECONDS = 300.0
-# It then waits for something else than a core, which others may have.
-_STARTING_SECONDS = 30.0
+# Of a process until its first request: before it has failed, and before others may have its core.
+_START_SECONDS, _STARTING_SECONDS = 300.0, 30.0
 
 
 @dataclass(frozen=True)
