@@ -5,6 +5,7 @@
 
 import asyncio
 import contextlib
+import gc
 import json
 import threading
 import time
@@ -536,12 +537,16 @@ async def test_long_requests_are_refused_before_they_are_tokenized(model: Path, 
     assert num_characters < 10**5
 
 
-async def test_one_episode_cannot_use_all_threads(model: Path) -> None:
+async def test_one_episode_cannot_use_all_threads(
+    model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     begun, gate = [], threading.Event()
 
     def read(number: int) -> int:
         begun.append(number)
         assert gate.wait(60)
+        if number == 1:
+            raise ValueError("it is refused, but its client has left")
         return number
 
     async with playing(model, program=branches, answers=ANSWERS) as (writer, dispatcher, server, _):
@@ -563,6 +568,9 @@ async def test_one_episode_cannot_use_all_threads(model: Path) -> None:
             gate.set()
             assert await asyncio.gather(*tasks[4:]) == [4, 5]
         assert begun == [0, 1, 4, 5]
+        del tasks
+        gc.collect()
+        assert not caplog.records  # of an exception that nobody has seen
         for each in (one, other):
             each.close()
 

@@ -188,6 +188,7 @@ class AgentEpisode:
         await self._reading.acquire()
         work = asyncio.get_running_loop().run_in_executor(None, read)
         work.add_done_callback(lambda _: self._reading.release())
+        work.add_done_callback(lambda work: work.cancelled() or work.exception())  # it is retrieved
         return await asyncio.shield(work)
 
     async def _choices(
