@@ -342,6 +342,7 @@ class GRPOTrainer(Trainer):
             on_hangup=self.stop.on_hangup,
             uses_kept_rollouts=not self.begins.unusable_because,
         )
+        self.metrics_processor.follow(self.source.link)
         self.source.start()
         record_start(self.config, self.step, sys.argv[1:], self.source.servers)
 

@@ -28,7 +28,7 @@ class Session:
         self.drops = DropLog(announce)
         self.producer = SimpleNamespace(
             run=for_ever, describe=lambda: "nothing", count_prompts=lambda: None,
-            is_asked=False, save=lambda version: None,
+            is_asked=False, save=lambda version: None, progress=lambda: (1, 4, 9),
         )
         # The process reads its vital signs about once a second, which a slow host reaches.
         self.dispatcher = SimpleNamespace(watch_loads=for_ever, servers={}, num_tokens=0)

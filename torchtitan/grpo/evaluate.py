@@ -35,9 +35,11 @@ from torchtitan.grpo.inference.urls import named_urls
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel, read_hf_model
 from torchtitan.grpo.models.hub import locate_models
+from torchtitan.grpo.observe.console import Progress
 from torchtitan.grpo.observe.evaluation_records import evaluation_metrics, sample_records
 from torchtitan.grpo.resume.exporting import export_checkpoint, find_checkpoint
-from torchtitan.grpo.rollout.process import first_cause
+from torchtitan.grpo.rollout import link_messages
+from torchtitan.grpo.rollout.process import first_cause, say_progress
 from torchtitan.grpo.rollout.results import EvaluationResult
 from torchtitan.grpo.rollout.session import EvaluationSession
 from torchtitan.grpo.run_folder.folder import hold
@@ -226,6 +228,11 @@ def _session_config(config: JobConfig, model: HFModel, folder: Path) -> RolloutP
 
 async def _run(config: RolloutProcessConfig) -> tuple[EvaluationResult, list[str]]:
     session = EvaluationSession(config, lambda text: print(text, file=sys.stderr, flush=True))
+    progress = Progress("auto", 0)
+
+    async def show(message: link_messages.Progress) -> None:
+        progress.wait(message.line, message.done, message.wanted)
+
     working = asyncio.current_task()
     assert working is not None
     # What was started must end with the command, also if a scheduler ends it.
@@ -235,8 +242,12 @@ async def _run(config: RolloutProcessConfig) -> tuple[EvaluationResult, list[str
         share_cores(config.inference.num_servers)
     try:
         await session.open()
-        return await session.evaluate(), [server.url for server in session.fleet.servers]
+        assert session.evaluator is not None, "there are sets to evaluate"
+        evaluating = asyncio.ensure_future(session.evaluate())
+        await say_progress(evaluating, "evaluation", session.evaluator, session.dispatcher, show)
+        return await evaluating, [server.url for server in session.fleet.servers]
     finally:
+        progress.close()
         await session.close()
         end_marked(mark)  # what rewards have started and left behind
 

@@ -51,12 +51,14 @@ class Prompt:
             held-out prompt, its row in its set.
         text: A string, or a list of chat messages.
         token_ids: [prompt_len] int32, the prompt as the server receives it.
+        row: Where its row is, such as ``train.jsonl:8``.
     """
 
     group_id: int
     text: str | list[dict[str, str]]
     token_ids: np.ndarray
     columns: dict[str, Any]
+    row: str = ""
 
 
 @dataclass(frozen=True)
@@ -380,3 +382,4 @@ class RolloutGroup:
     columns: dict[str, Any] = field(default_factory=dict)  # of the prompt's row, cut for logs
     is_chat: bool = False
     file: str = ""
+    row: str = ""  # where the prompt's row is, such as train.jsonl:8

@@ -34,9 +34,15 @@ class Agent:
     workers: Annotated[int, at_least(1)] = 1
     """Number of processes that run ``function``. Each process runs many episodes at the same time."""
 
+    max_starting: Annotated[int, at_least(0)] = 0
+    """Number of processes of ``command`` that start at the same time. One starts until its first
+    request, but no longer than 30 s. With 0, it is the number of cores. Raise it if they wait for
+    something else, such as a container's engine."""
+
     timeout_seconds: Annotated[float, above(0)] = 300.0
-    """Maximum time that an episode takes, not counting the time in which it waits for the model.
-    After this time, the program is ended and the completion counts as failed."""
+    """Maximum time that an episode takes from its first request on, not counting the time in which it
+    waits for the model. After this time, the program is ended and the completion counts as failed.
+    The first request must come within the same time; that of a ``command``, within 300 s or more."""
 
     allow_sampling: bool = False
     """Whether a request's own ``temperature``, ``top_p``, ``top_k`` and ``seed`` are used. Tokens that

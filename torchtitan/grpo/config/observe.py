@@ -14,13 +14,13 @@ class Observe:
     """``[observe]``: what a run prints and writes, in addition to torchtitan's ``[metrics]``."""
 
     samples_per_step: Annotated[int, at_least(0)] = 4
-    """Number of rollouts that are written to ``samples.jsonl`` in each step. With 0, the file is
-    not written."""
+    """Number of prompts in each step of which all completions are written to ``samples.jsonl``, each
+    in a line. With 0, the file is not written."""
 
     print_samples: Annotated[int, at_least(0)] = 0
-    """Number of the rollouts of ``samples.jsonl`` that are also printed in each step as the model
-    saw them, with special tokens, turns, trained tokens, advantage and rewards. At most
-    ``samples_per_step``."""
+    """Number of the prompts of ``samples.jsonl`` that are also printed in each step with their
+    completions as the model saw them: special tokens, turns, trained tokens, advantages and rewards.
+    At most ``samples_per_step``."""
 
     equal_rewards_steps: Annotated[int, at_least(1).or_value(0, "off")] = 5
     """Number of steps in a row without two different rewards in any group after which a warning

@@ -60,7 +60,7 @@ class RolloutProcessConfig:
     incarnation: int = 0
     """Number of earlier rollout processes of this run."""
     samples_per_step: int = 0
-    """``observe.samples_per_step``: rank 0 always receives the token ids of these rollouts."""
+    """``observe.samples_per_step``: rank 0 always receives the token ids of these groups."""
     num_training_gpus: int = 0
     cluster: dict[str, ClusterRow] = field(default_factory=dict)
     lent_part: float = 0.0

@@ -5,12 +5,13 @@
 
 import logging
 import sys
+import time
 import warnings
 from collections.abc import Iterable
 from typing import Literal, TextIO
 
 from rich.console import Console, RenderableType
-from rich.progress import BarColumn, MofNCompleteColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as RichProgress
 from rich.text import Text
 
@@ -31,6 +32,7 @@ _NOISY_WARNINGS = (
     "In CPU autocast, but the target dtype is not supported",
     "DTensor manual_seed.. may not have complete support on cpu",
 )
+_TELL_SECONDS = 30.0
 
 
 def init_console(level: str, *, is_rank_zero: bool) -> None:
@@ -57,13 +59,15 @@ class Progress:
         self.mode, self.num_steps = mode, num_steps
         self._console = Console(highlight=False, soft_wrap=True)
         self._bar: _Bar | None = None
+        self._parts: dict[str, TaskID] = {}  # bars of what is waited for
+        self._told = time.monotonic()
         self._rerouted: list[tuple[logging.StreamHandler, TextIO]] = []
         if mode == "bar":
             self._bar = _Bar(
                 MofNCompleteColumn(), BarColumn(bar_width=24), TimeElapsedColumn(),
-                console=self._console,
+                TextColumn("{task.description}"), console=self._console,
             )  # fmt: skip
-            self._task = self._bar.add_task("", total=num_steps)
+            self._task = self._bar.add_task("", total=num_steps, visible=num_steps > 0)
             terminal = sys.stdout, sys.stderr
             self._bar.start()
             self._reroute(terminal)
@@ -73,15 +77,29 @@ class Progress:
         is_wide = not self._console.is_terminal or self._console.width >= WIDE_COLUMNS
         line = (long_line if is_wide else short_line)(step, self.num_steps, metrics)
         left_out = dropped(metrics)
+        self._told = time.monotonic()
         if self._bar is not None:
             if note:
                 self.print(f"step {step}: {note}")
             self._bar.lines = [line, left_out] if left_out else [line]
             self._bar.update(self._task, completed=step)
+            while self._parts:
+                self._bar.remove_task(self._parts.popitem()[1])
         elif self.mode == "lines":
             space = "  " if is_wide else "\n  "
             parts = space.join(filter(None, (line, note, left_out)))
             self._console.print(parts, markup=False)
+
+    def wait(self, line: str, done: int, wanted: int) -> None:
+        """Shows how far a batch or an evaluation is: a bar, or a line every 30 s."""
+        if self._bar is not None:
+            if (what := line.partition(":")[0]) not in self._parts:
+                self._parts[what] = self._bar.add_task("", total=None)
+            part, total = self._parts[what], wanted or None
+            self._bar.update(part, completed=done, total=total, description=line)
+        elif self.mode == "lines" and time.monotonic() - self._told >= _TELL_SECONDS:
+            self._told = time.monotonic()
+            self.print(line)
 
     def print(self, message: str, *, always: bool = False) -> None:
         """Prints a message above the bar, unless ``mode`` is ``none``; ``always`` even then."""

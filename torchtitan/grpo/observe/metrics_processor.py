@@ -3,6 +3,7 @@
 
 """Metrics (docs/metrics.md) to console, ``metrics.jsonl``, and upstream's TensorBoard and wandb."""
 
+import itertools
 import netrc
 import os
 from collections.abc import Mapping, Sequence
@@ -30,8 +31,9 @@ from torchtitan.grpo.observe.report import (
     write_summary,
 )
 from torchtitan.grpo.observe.run_log import RunLog
-from torchtitan.grpo.observe.sample_log import sample_text
+from torchtitan.grpo.observe.sample_log import group_texts
 from torchtitan.grpo.observe.trackers import log_samples, wandb_place, wandb_run, without_pipeline
+from torchtitan.grpo.rollout.link import RolloutLink
 from torchtitan.grpo.rollout.results import EvaluationResult
 from torchtitan.grpo.system.logs import logger
 from torchtitan.grpo.upstream.metrics import MetricsProcessor
@@ -74,6 +76,11 @@ class GRPOMetricsProcessor(MetricsProcessor):
         if place := wandb_place(self.logger):
             self._progress.print(place)
 
+    def follow(self, link: RolloutLink | None) -> None:
+        """Shows what the rollout process says about its progress."""
+        if link is not None and self._progress is not None:
+            link.show = self._progress.wait
+
     def log_step(
         self,
         step: int,
@@ -97,8 +104,8 @@ class GRPOMetricsProcessor(MetricsProcessor):
             self.logger.log(metrics, step)
             log_samples(self.logger, samples, step)
         self._progress.update(step, metrics, note)
-        for sample in samples[: self._config.observe.print_samples]:
-            self._progress.print(sample_text(sample), always=True)
+        for text in itertools.islice(group_texts(samples), self._config.observe.print_samples):
+            self._progress.print(text, always=True)
         if samples:
             self._is_chat = samples[0]["is_chat"]
         _warn(self._equal_rewards.update(metrics, self._is_chat))

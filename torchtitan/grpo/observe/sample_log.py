@@ -1,10 +1,10 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Writes some rollouts of each step as the model saw them."""
+"""Writes some groups of rollouts of each step as the model saw them."""
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ Advantages = Mapping[int, Sequence[float | None]]
 
 
 class SampleLog:
-    """Writes a few rollouts of each step to ``samples.jsonl``, and keeps the ``latest`` records."""
+    """Writes a few groups of each step to ``samples.jsonl``, and keeps the ``latest`` records."""
 
     def __init__(self, path: Path, per_step: int, step: int, codec: TextCodec | None) -> None:
         assert codec is not None or per_step == 0, "what is written must be decoded"
@@ -31,10 +31,11 @@ class SampleLog:
         self.latest: list[dict[str, Any]] = []
 
     def write(self, step: int, groups: Iterable[RolloutGroup], advantages: Advantages) -> None:
-        """Writes the first rollout of each of the first groups, so that the prompts differ."""
+        """Writes all rollouts of the first groups."""
         self.latest = [
-            {"step": step} | self._record(group, advantages)
+            {"step": step} | self._record(group, i, advantages.get(group.group_id))
             for group in list(groups)[: self._per_step]
+            for i in range(len(group.rollouts))
         ]
         for record in self.latest:
             self._log.add(record)
@@ -42,17 +43,19 @@ class SampleLog:
     def close(self) -> None:
         self._log.close()
 
-    def _record(self, group: RolloutGroup, advantages: Advantages) -> dict[str, Any]:
+    def _record(
+        self, group: RolloutGroup, i: int, advantages: Sequence[float | None] | None
+    ) -> dict[str, Any]:
         assert self._codec is not None, "no sample is written without a tokenizer"
-        rollout = group.rollouts[0]
-        of_group = advantages.get(group.group_id)
+        rollout = group.rollouts[i]
         return {
             "group_id": group.group_id,
+            "row": group.row,
             "prompt": group.prompt_text,
             "completion": rollout.completion,
             "reward": rollout.reward,
             "reward_components": rollout.reward_components,
-            "advantage": of_group[0] if of_group else None,
+            "advantage": advantages[i] if advantages else None,
             "group_rewards": [r.reward for r in group.rollouts],
             "finish_reason": rollout.finish_reason,
             "versions": [[s.version, s.start, s.end] for s in rollout.segments],
@@ -68,60 +71,84 @@ def turns(rollout: Rollout, codec: TextCodec) -> list[dict[str, Any]]:
     """Returns the whole context of a rollout, with special tokens, in parts of different writers.
 
     A ``role`` is ``prompt``, ``model``, ``environment``, or ``older model`` (``rollout.overdue``).
+    A ``new row`` is all that the model saw of what is before it: another context, as agents send.
     """
-    ids = np.concatenate([rollout.prompt_ids, rollout.token_ids]).tolist()
-    begin = len(rollout.prompt_ids)
-    parts = [("prompt", False, 0, begin)]
-    inserted = "older model" if rollout.num_context else "environment"
-    for is_trained, start, end in _spans(rollout):
-        role = "model" if is_trained else inserted
-        parts.append((role, is_trained, begin + start, begin + end))
-    texts = _texts(ids, [end for *_, end in parts], codec)
-    return [
-        {"role": role, "trained": is_trained, "num_tokens": end - start, "text": text}
-        for (role, is_trained, start, end), text in zip(parts, texts, strict=True)
-    ]
+    ids, inserted = (
+        rollout.token_ids.tolist(),
+        "older model" if rollout.num_context else "environment",
+    )
+    begins = [("prompt", rollout.prompt_ids.tolist(), 0)]
+    begins += [("new row", ids[start : start + n], start + n) for start, n in rollout.new_rows]
+    ends = [*(start for start, _ in rollout.new_rows), len(ids)]
+    found = []
+    for (role, shown, begin), end in zip(begins, ends, strict=True):
+        if end == 0 and rollout.new_rows:
+            continue  # nothing was written behind the prompt of the data
+        parts = [(role, False, shown)]
+        for is_trained, first, last in _spans(rollout, begin, end):
+            parts.append(("model" if is_trained else inserted, is_trained, ids[first:last]))
+        texts = _texts([part for *_, part in parts], codec)
+        found += [
+            {"role": role, "trained": is_trained, "num_tokens": len(part), "text": text}
+            for (role, is_trained, part), text in zip(parts, texts, strict=True)
+        ]
+    return found
 
 
-def _spans(rollout: Rollout) -> list[tuple[bool, int, int]]:
-    length = len(rollout.token_ids)
-    if not length:
+def _spans(rollout: Rollout, begin: int, end: int) -> list[tuple[bool, int, int]]:
+    if begin == end:
         return []
     if rollout.sampled is None:
-        return [(True, 0, length)]
-    borders = [0, *(np.flatnonzero(np.diff(rollout.sampled)) + 1).tolist(), length]
-    sampled = rollout.sampled.tolist()
-    return [(sampled[start], start, end) for start, end in itertools.pairwise(borders)]
+        return [(True, begin, end)]
+    sampled = rollout.sampled[begin:end]
+    borders = [begin, *(np.flatnonzero(np.diff(sampled)) + begin + 1).tolist(), end]
+    return [(bool(sampled[i - begin]), i, j) for i, j in itertools.pairwise(borders)]
 
 
-def _texts(ids: list[int], ends: list[int], codec: TextCodec) -> list[str]:
+def _texts(parts: Sequence[list[int]], codec: TextCodec) -> list[str]:
     """Returns the text of each part of a sequence, decoded with everything before it.
 
     Some tokenizers drop a space at the beginning, and a character may have tokens of two parts.
     """
-    found, before, start = [], "", 0
-    for end in ends:
-        whole = codec.decode_exactly(ids[:end])
+    found, before, ids = [], "", list[int]()
+    for part in parts:
+        ids += part
+        whole = codec.decode_exactly(ids)
         is_longer = whole.startswith(before)
-        found.append(whole[len(before) :] if is_longer else codec.decode_exactly(ids[start:end]))
-        before, start = whole, end
+        found.append(whole[len(before) :] if is_longer else codec.decode_exactly(part))
+        before = whole
     return found
 
 
-def sample_text(record: Mapping[str, Any]) -> str:
-    components = ", ".join(f"{k} {v:.4g}" for k, v in record["reward_components"].items())
-    advantage = record["advantage"]
-    facts = [
-        f"reward {record['reward']:.4g} ({components})",
-        f"advantage {advantage:+.4g}" if advantage is not None else "advantage not known",
-        f"ended by {record['finish_reason']}",
-        "versions " + ", ".join(str(version) for version, _, _ in record["versions"]),
-    ]
-    lines = [f"sample of step {record['step']}, group {record['group_id']}: {'; '.join(facts)}"]
-    lines += [f"  column {name}: {value!r}" for name, value in record["columns"].items()]
-    lines += [f"  logged {name}: {value!r}" for name, value in record["logged"].items()]
-    for turn in record["context"]:
-        trained = "trained" if turn["trained"] else "not trained"
-        lines.append(f"  [{turn['role']}, {turn['num_tokens']} tokens, {trained}]")
-        lines += [_INDENT + line for line in turn["text"].split("\n")]
+def group_texts(records: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """Yields the text of each group of a step, with the prompt once."""
+    for _, same in itertools.groupby(records, lambda record: record["group_id"]):
+        yield _group_text(list(same))
+
+
+def _group_text(records: Sequence[Mapping[str, Any]]) -> str:
+    first = records[0]
+    where = f" ({row})" if (row := first.get("row")) else ""
+    lines = [f"step {first['step']}, prompt {first['group_id']}{where}:"]
+    lines += [f"  column {name}: {value!r}" for name, value in first["columns"].items()]
+    lines += _turn_lines(turn for turn in first["context"] if turn["role"] == "prompt")
+    for number, record in enumerate(records, 1):
+        components = ", ".join(f"{k} {v:.4g}" for k, v in record["reward_components"].items())
+        advantage = record["advantage"]
+        facts = [
+            f"reward {record['reward']:.4g} ({components})",
+            f"advantage {advantage:+.4g}" if advantage is not None else "advantage not known",
+            f"ended by {record['finish_reason']}",
+            "versions " + ", ".join(str(version) for version, _, _ in record["versions"]),
+        ]
+        lines.append(f"  completion {number} of {len(records)}: {'; '.join(facts)}")
+        lines += [f"  logged {name}: {value!r}" for name, value in record["logged"].items()]
+        lines += _turn_lines(turn for turn in record["context"] if turn["role"] != "prompt")
     return "\n".join(lines)
+
+
+def _turn_lines(context: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    for turn in context:
+        trained = "trained" if turn["trained"] else "not trained"
+        yield f"  [{turn['role']}, {turn['num_tokens']} tokens, {trained}]"
+        yield from (_INDENT + line for line in turn["text"].split("\n"))

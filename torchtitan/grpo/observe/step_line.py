@@ -9,7 +9,9 @@ The short form always fits into 80 columns, because each number has a greatest w
 
 ``gen/trn`` are generated and trained tokens per second. ``trn waits`` is the share of the step
 in which the trainer waits for rollouts; ``gen waits``, if it is larger, the share in which
-rollouts wait for the trainer. The long form also tells for which share the devices were lent to servers.
+rollouts wait for the trainer. Where most of the trainer's wait is for rewards, or for environments and
+agents, the field begins with ``rewards`` or ``episodes``. The long form has both shares, times of
+these, and the share for which the devices were lent to servers.
 """
 
 import math
@@ -27,6 +29,12 @@ _DROPPED = (
     *((metric, f"unscored by {cause}") for cause, metric in CAUSES.items()),
 )
 """Counts of a step that are shown if they are not zero."""
+_CAUSES = (
+    ("rollout/wait_rewards_fraction", "rewards"),
+    ("rollout/wait_episodes_fraction", "episodes"),
+)
+_TIMES = {"scoring_seconds": "scoring", "judge_seconds": "judge", "own_seconds": ""}
+"""Last parts of metrics, and what the line calls them if it is not what is before."""
 
 
 def short_line(step: int, num_steps: int, metrics: Mapping[str, float]) -> str:
@@ -71,12 +79,22 @@ def _fields(step: int, num_steps: int, metrics: Mapping[str, float]) -> Iterator
         yield f"trn {number(speed, 4)}/s", f"trained {number(speed, 5)} tok/s"
         return
     who, share = who_waits(metrics)
-    name, waits = ("trn", "trainer waits") if who == "trainer" else ("gen", "rollouts wait")
+    causes = [(metrics.get(key, 0.0), name) for key, name in _CAUSES]
+    most, cause = max(causes)
+    short, waits = "gen waits", "rollouts wait"
+    if who == "trainer":
+        short, waits = (cause if 2 * most > share else "trn waits"), "trainer waits"
     yield (
         f"gen/trn {number(generated, 4)}/{number(speed, 4)}",
         f"generated {number(generated, 5)} tok/s  trained {number(speed, 5)} tok/s",
     )
-    yield f"{name} waits {min(round(100 * share), 99)}%", f"{waits} {100 * share:.0f}%"
+    yield f"{short} {min(round(100 * share), 99)}%", f"{waits} {100 * share:.0f}%"
+    for part, name in causes:
+        yield "", f"for {name} {100 * part:.0f}%" if part >= 0.005 else ""
+    for key, value in metrics.items():
+        what, _, unit = key.rpartition("/")
+        if unit in _TIMES and value >= 0.05:
+            yield "", f"{_TIMES[unit] or what} {number(value, 5)} s"
     if "lend/lent_seconds" in metrics:
         lent = metrics["lend/lent_seconds"] / metrics["time/step_seconds"]
         yield "", f"devices lent {100 * lent:.0f}%"

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from torchtitan.grpo import strict_json
 from torchtitan.grpo.job_config import JobConfig
-from torchtitan.grpo.observe.sample_log import sample_text
+from torchtitan.grpo.observe.sample_log import group_texts
 from torchtitan.grpo.run_folder.contents import WANDB_ID_FILE
 from torchtitan.grpo.upstream.metrics import (
     BaseLogger,
@@ -85,7 +85,7 @@ def log_samples(tracker: BaseLogger, samples: Sequence[Mapping[str, Any]], step:
             one.wandb.log({SAMPLES: table}, step=step)
         elif isinstance(one, TensorBoardLogger):
             # Markdown shows indented lines as they are.
-            text = "\n\n".join(sample_text(sample) for sample in samples)
+            text = "\n\n".join(group_texts(samples))
             one.writer.add_text(SAMPLES, "    " + text.replace("\n", "\n    "), step)
 
 

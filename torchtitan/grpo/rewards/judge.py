@@ -8,6 +8,7 @@ import functools
 import hashlib
 import os
 import re
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -94,6 +95,7 @@ class Judge:
             }
             values |= {"prompt": _prompt_text(prompt), "completion": completion_text(completion)}
             texts.append(self._filled(values))
+        begun = time.monotonic()
         try:
             async with asyncio.timeout(self._limit):
                 verdicts = await asyncio.gather(*map(self._verdict, texts))
@@ -104,6 +106,7 @@ class Judge:
                 "at once (reward.judge.max_concurrent). Raise one of them, or let more servers judge."
             ) from error
         scores = [verdict.score for verdict in verdicts]
+        log_metric("judge_seconds", time.monotonic() - begun)
         log_metric("judge_unreadable", scores.count(None) / len(scores))
         if self._settings.kind == "chat":
             log_extra("judge", [verdict.answer for verdict in verdicts])

@@ -91,8 +91,8 @@ def unpack(packed: Packed, kind: type[_Value]) -> _Value:
 def pack_without_arrays(groups: Sequence[RolloutGroup], num_samples: int) -> Packed:
     """Packs groups for a rank that plans them and logs the first ``num_samples``.
 
-    Of the arrays, only masks and the token ids of each first rollout to log are sent.
+    Of the arrays, only masks and the token ids of the groups to log are sent.
     """
-    first = [group.rollouts[0] for group in groups[:num_samples]]
-    kept: Collection[int] = {id(a) for r in first for a in (r.prompt_ids, r.token_ids)}
+    logged = [rollout for group in groups[:num_samples] for rollout in group.rollouts]
+    kept: Collection[int] = {id(a) for r in logged for a in (r.prompt_ids, r.token_ids)}
     return pack(groups, lambda array: array.dtype == np.bool_ or id(array) in kept)

@@ -64,6 +64,7 @@ class Evaluator:
         self._pool, self._codec, self._drops = pool, codec, drops or DropLog()
         self._has_changed = asyncio.Event()
         self._turn = asyncio.Lock()
+        self._num_done = self._num_tokens = 0
         dispatcher.listeners.append(self._has_changed.set)
 
     async def evaluate(self, version: int, pinned: Collection[str] = ()) -> EvaluationResult:
@@ -74,7 +75,7 @@ class Evaluator:
         is ``None``. Raises ``RuntimeError`` if no completion of a set received a score.
         """
         async with self._turn:
-            started = time.monotonic()
+            started, self._num_done = time.monotonic(), 0
             self._pool.next_step = lambda: max(version, 0)
             self._room.pin(pinned)
             # In a task group, a failed completion also interrupts the loop that starts the others.
@@ -85,6 +86,11 @@ class Evaluator:
             [[prompt for prompt in of_set if prompt is not None] for of_set in scored],
             time.monotonic() - started,
         )
+
+    def progress(self) -> tuple[int, int, int]:
+        """Completions that are done and those that are wanted, and all tokens so far."""
+        wanted = sum(len(held.prompts) * held.settings.num_samples for held in self._sets)
+        return self._num_done, wanted, self._num_tokens
 
     def describe(self) -> str:
         versions = {url: server.version for url, server in self._dispatcher.servers.items()}
@@ -161,8 +167,10 @@ class Evaluator:
             for completion in completions:
                 try:
                     found.append(await completion)
+                    self._num_tokens += len(found[-1].token_ids)
                 except (ServerError, EnvironmentFailed) as error:
                     self._drop(held, prompt, str(error))
+                self._num_done += 1
         except BaseException:
             for completion in completions:
                 completion.cancel()

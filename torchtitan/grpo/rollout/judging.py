@@ -8,9 +8,11 @@ have no advantage, and refills the batch with other groups (DAPO, Yu et al. 2025
 https://arxiv.org/abs/2503.14476).
 """
 
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 
 import numpy as np
 
@@ -77,6 +79,7 @@ class GroupJudge:
             self._most_dropped = int(settings.dynamic_sampling_limit * grpo.prompts_per_step)
         self._num_dropped = 0  # for the batch that is being filled
         self.num_equal_dropped = 0
+        self._scoring_seconds: list[float] = []
 
     async def judge(
         self,
@@ -108,7 +111,9 @@ class GroupJudge:
             cause = SHORT if len(whole) == len(generations) else TRUNCATED
             raise Unusable("filtered", self._too_few(len(kept), filters), cause)
         try:
+            begun = time.monotonic()
             rollouts = await scorer.score(prompt, kept) if kept else []
+            self._scoring_seconds.append(time.monotonic() - begun)
             self._count(rollouts)
             rollouts += failed
             scored = [rollout for rollout in rollouts if rollout.reward is not None]
@@ -153,8 +158,10 @@ class GroupJudge:
         counts, self._counts = self._counts, Counter()
         left_out = {metric: float(counts[cause]) for cause, metric in CAUSES.items()}
         num_all = max(counts["all"], 1)
+        seconds, self._scoring_seconds = self._scoring_seconds, []
         return (self._teachers.take_metrics() if self._teachers is not None else {}) | {
             **left_out,
+            "rollout/scoring_seconds": fmean(seconds or [0.0]),
             "rollout/unscored_fraction": sum(left_out.values()) / num_all,
             "rollout/unscorable_fraction": counts["unscorable"] / num_all,
         }

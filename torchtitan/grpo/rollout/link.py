@@ -60,7 +60,8 @@ class RolloutLink:
     0.1 s, returns true. ``announce`` is called with sentences that the user should read now.
 
     ``watch``, for any thread, exists once the process is started. ``fetch_endpoint`` is where ranks
-    fetch rollouts, or ``None`` if rank 0 receives all. ``warnings`` are those of the first start.
+    fetch rollouts, or ``None`` if rank 0 receives all. ``warnings`` are those of the first start. ``show``
+    is called with a line on what is waited for, and with how many completions are done of how many.
     """
 
     watch: ServerWatch
@@ -87,6 +88,7 @@ class RolloutLink:
         self._awaited: link_messages.Evaluate | None = None
         self._num_requests = 0
         self.fetch_endpoint: str | None = None
+        self.show: Callable[[str, int, int], None] = lambda line, done, wanted: None
         self.warnings: list[str] = []
         self._progress = link_messages.Progress("")
         self._stuck_since: float | None = None
@@ -159,7 +161,11 @@ class RolloutLink:
         self, timeout_seconds: float, should_stop: Callable[[], bool] | None = None
     ) -> list[ServerInfo]:
         """Returns the servers, or an empty list if ``should_stop`` returned true."""
-        answer = self._wait_for(link_messages.Ready, timeout_seconds, should_stop, "become ready")
+        begun, what = time.monotonic(), "start: servers and rewards get ready, {:.0f} s"
+        answer = self._wait_for(
+            link_messages.Ready, timeout_seconds, should_stop, "become ready",
+            lambda: self.show(what.format(time.monotonic() - begun), 0, 0),
+        )  # fmt: skip
         if answer is None:
             return []
         ready, _ = answer
@@ -399,6 +405,7 @@ class RolloutLink:
             raise RolloutFailed(answer.message)
         if isinstance(answer, link_messages.Progress):
             self._progress = answer
+            self.show(answer.line, answer.done, answer.wanted)
             since = time.monotonic() if self._stuck_since is None else self._stuck_since
             self._stuck_since = since if answer.is_stuck else None
         elif isinstance(answer, link_messages.DevicesWanted):

@@ -83,10 +83,16 @@ class Fatal(msgspec.Struct, tag=True):
 
 
 class Progress(msgspec.Struct, tag=True):
-    """What a batch or evaluation waits for. ``is_stuck``: no server is ready, so nothing happens."""
+    """What a batch or evaluation waits for. ``is_stuck``: no server is ready, so nothing happens.
+
+    ``line``, for users, says how far it is: ``done`` of ``wanted`` completions.
+    """
 
     message: str
     is_stuck: bool = False
+    line: str = ""
+    done: int = 0
+    wanted: int = 0
 
 
 class DevicesWanted(msgspec.Struct, tag=True):

@@ -17,8 +17,9 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -31,7 +32,9 @@ from torchtitan.grpo.rollout import link_messages
 from torchtitan.grpo.rollout.batch_fetch import BatchHolder
 from torchtitan.grpo.rollout.codec import pack, pack_without_arrays
 from torchtitan.grpo.rollout.device_requests import DeviceRequests
+from torchtitan.grpo.rollout.evaluator import Evaluator
 from torchtitan.grpo.rollout.process_monitor import LoopLag, RolloutMonitor
+from torchtitan.grpo.rollout.producer import Producer
 from torchtitan.grpo.rollout.saved import SavedRollouts, file_of, remove_others, write_saved
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher
 from torchtitan.grpo.rollout.session import RolloutSession
@@ -267,7 +270,8 @@ class RolloutProcess:
         if session.lender is not None:
             session.lender.ask(command.version)
         waiting = asyncio.ensure_future(session.producer.batch(command.version))
-        await self._say_progress(waiting, session.producer.describe, session.dispatcher)
+        what = f"step {command.version + 1}"
+        await say_progress(waiting, what, session.producer, session.dispatcher, self._send)
         batch = await waiting
         lending = {} if session.lender is None else await session.lender.give_back(batch.groups)
         if self._holder is None:
@@ -296,7 +300,8 @@ class RolloutProcess:
         if evaluator is None:
             raise RuntimeError("Rank 0 requested an evaluation, but [evaluation] names no set.")
         waiting = asyncio.ensure_future(evaluator.evaluate(command.version, command.pinned))
-        await self._say_progress(waiting, evaluator.describe, session.dispatcher)
+        what = f"evaluation at step {command.version}"
+        await say_progress(waiting, what, evaluator, session.dispatcher, self._send)
         result = await waiting
         await self._send(link_messages.EvaluationDone(command.request_id, result))
 
@@ -314,24 +319,6 @@ class RolloutProcess:
             )
             num_rollouts = None
         await self._send(link_messages.Saved(command.version, num_rollouts))
-
-    async def _say_progress(
-        self,
-        waiting: "asyncio.Future[Any]",
-        describe: Callable[[], str],
-        dispatcher: Dispatcher,
-    ) -> None:
-        """Tells rank 0 what the result still waits for, so that a timeout there can name it."""
-        try:
-            while not (await asyncio.wait({waiting}, timeout=_PROGRESS_SECONDS))[0]:
-                servers = dispatcher.servers.values()
-                is_stuck = not any(
-                    server.is_ready() or server.waits_for_devices for server in servers
-                )
-                await self._send(link_messages.Progress(describe(), is_stuck))
-        except asyncio.CancelledError:
-            waiting.cancel()
-            raise
 
     async def _watch_parent(self) -> None:
         """Returns when rank 0 has ended. Not every kernel signals this to a child."""
@@ -351,6 +338,29 @@ class RolloutProcess:
         socket.set_hwm(0)
         socket.bind(f"ipc://{path}")
         return socket
+
+
+async def say_progress(
+    waiting: "asyncio.Future[Any]",
+    what: str,
+    source: Producer | Evaluator,
+    dispatcher: Dispatcher,
+    send: Callable[[link_messages.Progress], Awaitable[None]],
+) -> None:
+    """Tells what the result still waits for until it is there; a timeout of rank 0 names it, too."""
+    begun, (*_, num_before) = time.monotonic(), source.progress()
+    try:
+        while not (await asyncio.wait({waiting}, timeout=_PROGRESS_SECONDS))[0]:
+            servers = dispatcher.servers.values()
+            is_stuck = not any(server.is_ready() or server.waits_for_devices for server in servers)
+            done, wanted, tokens = source.progress()
+            tokens -= num_before
+            speed = f"{tokens:,} tokens, {tokens / (time.monotonic() - begun):,.0f} tokens/s"
+            line = f"{what}: {done} of {wanted} completions, {speed}"
+            await send(link_messages.Progress(source.describe(), is_stuck, line, done, wanted))
+    except asyncio.CancelledError:
+        waiting.cancel()
+        raise
 
 
 def first_cause(error: BaseException) -> BaseException:

@@ -8,6 +8,7 @@ unblocked by finished groups, new versions on servers, and batches that the trai
 """
 
 import asyncio
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -84,6 +85,7 @@ class Producer:
         self._counts = RolloutCounts()
         self._metrics = RolloutMetrics(prompts.file_names)
         self._idle, self._held_back = ShareClock(), ShareClock()
+        self._for_rewards, self._for_episodes = ShareClock(), ShareClock()
         self._kept_groups = KeptGroups(admission.groups_per_batch)
         self.is_asked = False  # the trainer waits for a batch
         self._room = asyncio.Event()
@@ -214,6 +216,18 @@ class Producer:
         if not self._relieve_overdue():
             await self._group_done.wait()
 
+    def _awaited(self) -> list[RunningGroup]:
+        """The groups that run and that the next batch waits for: those that were started first."""
+        return list(itertools.islice(self._running.values(), self._admission.num_missing))
+
+    def progress(self) -> tuple[int, int, int]:
+        """Completions that the next batch has, and those that it takes; and all tokens of the run."""
+        wanted = self._admission.groups_per_batch * self._group_size
+        num_missing = self._admission.num_missing
+        done = wanted - num_missing * self._group_size
+        done += sum(len(group.done()) for group in self._awaited())
+        return done, wanted, self._dispatcher.attempts.num_tokens
+
     def describe(self) -> str:
         servers = self._dispatcher.servers.values()
         ready = sum(server.is_ready() for server in servers)
@@ -245,9 +259,11 @@ class Producer:
             await wait_at_most(_RETRY_SECONDS, self._room)
 
     def _note_shares(self) -> None:
-        """Records whether the servers are idle, and whether the trainer holds back a new group.
+        """Records whether the servers are idle, and who waits for whom.
 
-        It does while it is busy and a server has room, but not the staleness bound or the buffer.
+        The trainer holds back a new group while it is busy and a server has room, but not the
+        staleness bound or the buffer. It waits for rewards once all that it waits for is written,
+        and for episodes while environments and agents have all completions in flight.
         """
         in_flight, servers = self._dispatcher.in_flight, self._dispatcher.servers.values()
         versions = [s.version for s in servers if s.version is not None and s.is_ready()]
@@ -256,6 +272,11 @@ class Producer:
             not self.is_asked
             and any(self._admission.waits_for_trainer(v, in_flight) for v in versions)
         )
+        awaited = self._awaited() if self.is_asked else []
+        are_written = bool(awaited) and all(group.task is None for group in awaited)
+        self._for_rewards.set(are_written)
+        held = self._dispatcher.num_held
+        self._for_episodes.set(bool(awaited) and not are_written and 0 < in_flight == held)
 
     def _start_group(self, prompt: Prompt, server: Server, groups: asyncio.TaskGroup) -> None:
         assert server.version is not None, f"{server.url} is not ready"
@@ -288,6 +309,7 @@ class Producer:
             await asyncio.gather(*(t.until_ended() for t in running.trajectories))
             # From here on the group is about to be finished, and must not be cancelled.
             running.task = None
+            self._note_shares()
             completions = running.done()
             is_cut = any(trajectory.is_cut for trajectory in running.trajectories)
             if self._ranker is not None and completions and not is_cut:
@@ -307,6 +329,7 @@ class Producer:
                     columns=brief_columns(prompt.columns),
                     is_chat=not isinstance(prompt.text, str),
                     file=self._prompts.file_of(prompt.group_id),
+                    row=prompt.row,
                 )
             )  # fmt: skip
         del self._running[prompt.group_id]
@@ -386,6 +409,8 @@ class Producer:
         )
         metrics["rollout/idle_fraction"] = self._idle.take()
         metrics["rollout/wait_trainer_fraction"] = self._held_back.take()
+        metrics["rollout/wait_rewards_fraction"] = self._for_rewards.take()
+        metrics["rollout/wait_episodes_fraction"] = self._for_episodes.take()
         metrics |= self._drops.take_metrics() | self._judge.take_metrics()
         for name, writer in self._writers.items():
             metrics |= with_environment(name, writer.metrics())

@@ -3,6 +3,7 @@
 
 """Converts prompts to token IDs and completions to text, without torch."""
 
+import copy
 import functools
 import json
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,17 @@ from torchtitan.grpo.weight_wire.model_folder import about_pointer
 
 # Placeholder for the assistant's turn when a reply is rendered. Templates keep letters as is.
 _TURN = "THETURNOFTHEASSISTANT"
+
+
+_PIECE_CHARS = 2**15
+
+
+class TextTooLong(ValueError):
+    def __init__(self, most_tokens: int, found: str) -> None:
+        super().__init__(
+            f"This model's maximum context length is {most_tokens} tokens (training.seq_len), and the "
+            f"request has {found}."
+        )
 
 
 class TextCodec:
@@ -37,6 +49,7 @@ class TextCodec:
         self._eos = frozenset(eos_token_ids)
         self._date = date
         self.prompt_end: str | None = None
+        self._most_tokens: int | None = None
         self._plain: Tokenizer | None = None
         file = self._path / "tokenizer.json"
         if not file.is_file():
@@ -52,6 +65,12 @@ class TextCodec:
         # A saved tokenizer may contain truncation and padding settings of its training run.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+
+    def bounded(self, most_tokens: int) -> "TextCodec":
+        """Returns a codec that raises TextTooLong for texts that certainly have more tokens."""
+        codec = copy.copy(self)
+        codec._most_tokens = most_tokens
+        return codec
 
     @functools.cached_property
     def longest_token(self) -> int:
@@ -86,11 +105,29 @@ class TextCodec:
         Raises ValueError if the text has half of a surrogate pair, which JSON can hold.
         """
         try:
+            self._check_length(text)
             return self._tokenizer.encode(text, add_special_tokens=False).ids
         except TypeError as error:
             raise ValueError(
                 "Text must be valid Unicode, but half of a surrogate pair is in it."
             ) from error
+
+    def _check_length(self, text: str) -> None:
+        """Raises TextTooLong once the pieces of a text have too many tokens.
+
+        A tokenizer takes hundreds of bytes for each character, so the whole is not tried. A limit
+        of characters would not do: one token may be a long run of blanks. A cut gives at most as many
+        additional tokens as the token that it divides has characters, which are left out.
+        """
+        most = self._most_tokens
+        if most is None or len(text) <= max(4 * most, _PIECE_CHARS):
+            return
+        num_found, size = 0, max(_PIECE_CHARS, 2 * self.longest_token**2)
+        for start in range(0, len(text), size):
+            piece = self._tokenizer.encode(text[start : start + size], add_special_tokens=False)
+            num_found += len(piece.ids) - self.longest_token
+            if num_found > most:
+                raise TextTooLong(most, "more")
 
     def count(self, text: str) -> int:
         return len(self.encode_continuation(text))

@@ -7,8 +7,6 @@ import os
 import sys
 from pathlib import Path
 
-import torch
-
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
@@ -19,10 +17,17 @@ def share_cores(num_processes: int) -> None:
     Threads therefore sleep while they wait for each other. What the environment says already is
     kept, and where there is a GPU, nothing is set.
     """
+    import torch  # not every process that counts cores needs it
+
     if not torch.cuda.is_available():
         threads = max(1, min(torch.get_num_threads(), _quota()) // num_processes)
         os.environ.setdefault("OMP_NUM_THREADS", str(threads))
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+def usable_cores() -> int:
+    """The number of cores that this process may keep busy."""
+    return min(os.cpu_count() or 1, _quota())
 
 
 def _quota(file: Path = _QUOTA) -> int:

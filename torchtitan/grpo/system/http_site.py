@@ -4,9 +4,13 @@
 """Serves an aiohttp application behind the limits of `connections.py`."""
 
 import asyncio
+import itertools
+import logging
 from collections.abc import Awaitable, Callable
 
 from aiohttp import web
+from aiohttp.http import HttpProcessingError
+from aiohttp.log import server_logger
 
 from torchtitan.grpo.system.connections import (
     HEADER_SECONDS,
@@ -17,6 +21,7 @@ from torchtitan.grpo.system.connections import (
 )
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+_num_malformed = itertools.count(1)
 
 
 @web.middleware
@@ -35,6 +40,7 @@ async def listen(
 ) -> asyncio.Server:
     """Listens for a runner that is set up. Handlers must run inside :func:`.connections.answering`."""
     assert runner.server is not None, "it was set up"
+    server_logger.addFilter(_without_contents)
     limits = ConnectionLimits(runner.server, max_connections, header_seconds)
     loop = asyncio.get_running_loop()
     return await loop.create_server(limits.make_protocol, host, port, backlog=backlog)
@@ -54,3 +60,12 @@ async def read_body(request: web.Request, max_bytes: int) -> bytes:
                 raise web.HTTPRequestEntityTooLarge(max_bytes, len(body))
     except TimeoutError as error:
         raise web.HTTPRequestTimeout(text=SLOW_BODY) from error
+
+
+def _without_contents(record: logging.LogRecord) -> bool:
+    """Leaves out what malformed requests hold, which may be a key, and most of their number."""
+    if not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError)):
+        return True
+    number, record.exc_info = next(_num_malformed), None
+    record.msg, record.args = "%d malformed HTTP requests were refused so far.", (number,)
+    return number.bit_count() == 1  # 1, 2, 4, 8...

@@ -9,10 +9,12 @@ import json
 import logging
 import re
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from torchtitan.grpo.models.decoder import DecoderArgs
+from torchtitan.grpo.observe import console
 from torchtitan.grpo.observe.console import Progress, init_console
 
 FIELDS = (
@@ -90,3 +92,45 @@ def test_what_every_run_would_print_is_left_out(message, is_shown, capsys, monke
     init_console("info", is_rank_zero=True)
     root.info(message)
     assert (message in capsys.readouterr().out) is is_shown
+
+
+def test_a_wait_is_a_bar_below_that_of_the_steps_until_its_step_is_there(monkeypatch):
+    terminal = Terminal()
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    monkeypatch.setenv("COLUMNS", "150")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setattr(sys, "stdout", terminal)
+    progress = Progress("auto", 150)
+    assert progress._bar is not None
+    progress.wait("start: servers get ready, 3 s", 0, 0)
+    progress.wait("step 1: 3 of 8 completions, 99 tokens, 12 tokens/s", 3, 8)
+    progress.wait("evaluation at step 0: 1 of 4 completions", 1, 4)
+    progress.wait("step 1: 5 of 8 completions, 120 tokens, 12 tokens/s", 5, 8)
+    lines = {task.description: (task.completed, task.total) for task in progress._bar.tasks}
+    assert lines == {
+        "": (0, 150),
+        "start: servers get ready, 3 s": (0, None),
+        "step 1: 5 of 8 completions, 120 tokens, 12 tokens/s": (5, 8),
+        "evaluation at step 0: 1 of 4 completions": (1, 4),
+    }
+    progress._bar.refresh()
+    progress.update(1, metrics_of(1))
+    assert [task.description for task in progress._bar.tasks] == [""]
+    progress.close()
+    assert "5 of 8 completions" in terminal.getvalue()
+
+
+def test_a_wait_is_a_line_every_30_seconds(capsys, monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(console, "time", SimpleNamespace(monotonic=lambda: now))
+    progress = Progress("lines", 150)
+    for second in range(0, 100, 2):
+        now = float(second)
+        if second == 50:
+            progress.update(1, metrics_of(1))
+        progress.wait(f"step 1: at {second} s", 1, 2)
+    silent = Progress("none", 150)
+    now += 1000
+    silent.wait("step 1: not shown", 1, 2)
+    shown = [line for line in capsys.readouterr().out.splitlines() if "at " in line]
+    assert shown == ["step 1: at 30 s", "step 1: at 80 s"]

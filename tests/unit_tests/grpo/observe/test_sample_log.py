@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from torchtitan.grpo.observe.sample_log import SampleLog, sample_text, turns
+from torchtitan.grpo.observe.sample_log import SampleLog, group_texts, turns
 from torchtitan.grpo.rollout.scoring import brief_columns
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 from torchtitan.grpo.types import Rollout, RolloutGroup, VersionSegment
@@ -32,26 +32,27 @@ def rollout(codec: TextCodec, prompt: str, completion: str, sampled=None, **kwar
     )  # fmt: skip
 
 
-def group(index: int, one: Rollout) -> RolloutGroup:
+def group(index: int, *rollouts: Rollout) -> RolloutGroup:
     columns = {"answer": "größer", "numbers": [1, 2]}
-    return RolloutGroup(index, f"prompt {index}", (one, one), "http://s:1", columns, True)
+    row = f"train.jsonl:{index + 1}"
+    return RolloutGroup(index, f"prompt {index}", rollouts, "http://s:1", columns, True, row=row)
 
 
-def test_the_file_holds_rollouts_of_different_prompts_with_all_that_was_scored(tmp_path, codec):
+def test_the_file_holds_whole_groups_with_all_that_was_scored(tmp_path, codec):
     log = SampleLog(tmp_path / "samples.jsonl", 2, 0, codec)
-    groups = [group(i, rollout(codec, "12->", "21")) for i in range(4)]
-    log.write(5, groups, {0: [1.5, -1.5], 1: [None, None]})
+    both = rollout(codec, "12->", "21"), rollout(codec, "12->", "12")
+    log.write(5, [group(i, *both) for i in range(4)], {0: [1.5, -1.5], 1: [None, None]})
     log.close()
     text = (tmp_path / "samples.jsonl").read_text()
     assert "größer" in text
     records = [json.loads(line) for line in text.splitlines()]
     assert records == log.latest
-    assert [r["prompt"] for r in records] == ["prompt 0", "prompt 1"]
-    assert [r["advantage"] for r in records] == [1.5, None]
-    text = sample_text(first := records[0])
-    assert "reward 0.5 (exact_match 1, short -0.5)" in text and "advantage +1.5" in text
-    assert "column answer: 'größer'" in text and "logged verdict: 'right'" in text
-    assert "[model, 3 tokens, trained]\n    21<eos>" in text
+    assert [r["group_id"] for r in records] == [0, 0, 1, 1]
+    assert [r["row"] for r in records] == ["train.jsonl:1"] * 2 + ["train.jsonl:2"] * 2
+    assert [r["prompt"] for r in records] == ["prompt 0"] * 2 + ["prompt 1"] * 2
+    assert [r["completion"] for r in records] == ["21", "12"] * 2
+    assert [r["advantage"] for r in records] == [1.5, -1.5, None, None]
+    first = records[0]
     assert first["versions"] == [[4, 0, 1], [5, 1, 3]]
     assert first["reward_components"] == {"exact_match": 1.0, "short": -0.5}
     assert first["columns"] == {"answer": "größer", "numbers": [1, 2]}
@@ -59,6 +60,13 @@ def test_the_file_holds_rollouts_of_different_prompts_with_all_that_was_scored(t
     # With the end token, which the completion for reward functions lacks.
     assert first["completion"] == "21"
     assert [turn["text"] for turn in first["context"]] == ["12->", "21<eos>"]
+    text, other = group_texts(records)
+    assert text.startswith("step 5, prompt 0 (train.jsonl:1):") and "prompt 1 (" in other
+    assert "completion 1 of 2: reward 0.5 (exact_match 1, short -0.5)" in text
+    assert "advantage +1.5" in text and "advantage -1.5" in text
+    assert "column answer: 'größer'" in text and "logged verdict: 'right'" in text
+    assert "[model, 3 tokens, trained]\n    21<eos>" in text and "    12<eos>" in text
+    assert text.count("12->") == text.count("column answer") == 1  # what all of them share
 
 
 def test_each_turn_says_who_wrote_it_and_whether_it_is_trained(codec):
@@ -72,6 +80,24 @@ def test_each_turn_says_who_wrote_it_and_whether_it_is_trained(codec):
     # Tokens of a policy that is too old are not the environment's.
     resumed = rollout(codec, "12->", "21", sampled=[0, 1, 1], num_context=1)
     assert [turn["role"] for turn in turns(resumed, codec)] == ["prompt", "older model", "model"]
+
+
+def test_a_row_that_begins_anew_is_marked(codec):
+    """An agent's own prompt stands in the place of the data's, which its model has not seen."""
+    text, flags = "5:12->21,7:34->43", [0] * 6 + [1] * 2 + [0] * 7 + [1] * 3
+    own = rollout(codec, "12->", text, sampled=flags, new_rows=((0, 6), (8, 7)))
+    found = [(turn["role"], turn["text"], turn["trained"]) for turn in turns(own, codec)]
+    assert found == [
+        ("new row", "5:12->", False), ("model", "21", True),
+        ("new row", ",7:34->", False), ("model", "43<eos>", True),
+    ]  # fmt: skip
+    # One that goes on behind the prompt, and is then shown something else.
+    begun = rollout(codec, "12->", text, sampled=[0] * 6 + [1] * 12, new_rows=((8, 2),))
+    assert [turn["role"] for turn in turns(begun, codec)] == [
+        "prompt", "environment", "model", "new row", "model",
+    ]  # fmt: skip
+    empty = rollout(codec, "12->", "")
+    assert [turn["role"] for turn in turns(empty, codec)] == ["prompt", "model"]
 
 
 def test_long_columns_are_cut_and_unusual_ones_become_text():

@@ -46,6 +46,26 @@ def test_what_a_line_shows_depends_on_the_run():
     assert long_line(1, 20, metrics).startswith("step  1/20  loss 0.635")
 
 
+def test_the_line_names_what_the_trainer_waits_for():
+    waits = METRICS | {"rollout/wait_rewards_fraction": 0.4, "rollout/wait_episodes_fraction": 0.02}
+    times = {
+        "rollout/scoring_seconds": 1.234, "reward/logged/judge_seconds": 1.1, "agent/own_seconds": 0.01,
+        "environment/game/own_seconds": 0.5,
+    }  # fmt: skip
+    assert short_line(12, 150, waits).endswith(" rewards 45%")
+    assert long_line(12, 150, waits | times).endswith(
+        "trainer waits 45%  for rewards 40%  for episodes 2%  scoring 1.234 s  judge 1.100 s  "
+        "environment/game 0.500 s"
+    )
+    episodes = METRICS | {"rollout/wait_episodes_fraction": 0.3}
+    assert short_line(12, 150, episodes).endswith(" episodes 45%")
+    assert short_line(12, 150, METRICS | {"rollout/wait_rewards_fraction": 0.2}).endswith(
+        " trn waits 45%"
+    )
+    held_back = waits | {"rollout/wait_trainer_fraction": 0.8}
+    assert short_line(12, 150, held_back).endswith(" gen waits 80%")
+
+
 EXTREMES = (0.0, 1e-9, 0.00049, 0.0005, 0.9996, 9.9996, 99.96, 999.6, 9999.6, 123456.7, 99949.9,
             999949.9, 9.9996e8, 1.23e11, 9.99e14, 1e15, float("nan"), float("inf"))  # fmt: skip
 
@@ -56,6 +76,8 @@ def test_the_short_line_fits_into_80_columns_with_any_number():
         metrics = {key: rng.choice(EXTREMES) for key in METRICS}
         metrics["reward/mean"] = rng.choice((*EXTREMES, 9.9e99)) * rng.choice((1, -1))
         metrics["time/wait_data_fraction"] = rng.choice((0.0, 0.999, 1.0))
+        for cause in ("rewards", "episodes"):
+            metrics[f"rollout/wait_{cause}_fraction"] = rng.choice((0.0, 0.5, 1.0))
         metrics["rollout/wait_trainer_fraction"] = rng.choice((0.0, 0.999, 1.0))
         steps = rng.choice((1, 9999, 123456, 9999999))
         line = short_line(rng.randint(1, steps), steps, metrics)

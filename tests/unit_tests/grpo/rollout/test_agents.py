@@ -5,8 +5,14 @@
 
 import asyncio
 import contextlib
+import gc
+import json
+import threading
+import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -17,10 +23,14 @@ from agent_world import EOS, Played, make_model, play, playing, prompt_of
 from aiohttp import web
 from stub_clients import serving
 
-from torchtitan.grpo.rollout.agents import endpoint, tool_calls
+from torchtitan.grpo.config import Agent, Rollout, Workers
+from torchtitan.grpo.rollout.agents import endpoint, episode, tool_calls
 from torchtitan.grpo.rollout.agents.transcript import Transcript
+from torchtitan.grpo.rollout.agents.writer import Agents
 from torchtitan.grpo.rollout.codec import pack, unpack
+from torchtitan.grpo.rollout.drops import DropLog
 from torchtitan.grpo.rollout.tokenizer import TextCodec
+from torchtitan.grpo.system.cores import usable_cores
 from torchtitan.grpo.types import Generation, separated
 
 USER = {"role": "user", "content": "7"}
@@ -487,6 +497,187 @@ async def test_useless_bodies_are_refused_and_bounded(model: Path) -> None:
     played = await play(model, program, ANSWERS)
     assert played.texts() == ["u:7;a:[12<eos>]"]
     assert played.whole.environment_reward is None
+
+
+MEGABYTE = "7" * 10**6
+LONG = {
+    "a message": ("/chat/completions", {"messages": [{"role": "user", "content": MEGABYTE}]}),
+    "many messages": ("/chat/completions", {"messages": [USER] * 50_000}),
+    "a tool": ("/chat/completions", {"messages": [USER], "tools": [
+        {"type": "function", "function": {"name": "add", "description": MEGABYTE}}]}),
+    "an answer": ("/chat/completions", {"messages": [
+        USER, {"role": "assistant", "content": MEGABYTE}, USER]}),
+    "a prefix": ("/chat/completions", {"continue_final_message": True, "messages": [
+        USER, {"role": "assistant", "content": MEGABYTE}]}),
+    "a text": ("/completions", {"prompt": MEGABYTE}),
+    "a response": ("/responses", {"input": MEGABYTE}),
+    "token ids": ("/completions", {"prompt": [7] * 10**5}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", LONG)
+async def test_long_requests_are_refused_before_they_are_tokenized(model: Path, kind: str) -> None:
+    path, body = LONG[kind]
+    num_characters = 0
+
+    class Counting:
+        def __init__(self, inner: Any) -> None:
+            self._inner = inner
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._inner, name)
+
+        def encode(self, text: str, **settings: Any) -> Any:
+            nonlocal num_characters
+            num_characters += len(text)
+            return self._inner.encode(text, **settings)
+
+    async def program(client: Any, row: Any, access: Any) -> None:
+        writer._settings.codec._tokenizer = Counting(writer._settings.codec._tokenizer)
+        status, answer = await raw(access.base_url, access.key, json.dumps(body), path)
+        assert (status, json.loads(answer)["error"]["code"]) == (400, "context_length_exceeded")
+        await say(client, [USER])
+
+    tools = {"parser": lambda text, tools: None}
+    async with playing(model, program, ANSWERS) as (writer, dispatcher, server, _):
+        writer._settings = replace(writer._settings, **tools)
+        await writer.start(prompt_of(server.codec), dispatcher.servers[server.url]).task
+    assert num_characters < 10**5
+
+
+async def test_one_episode_cannot_use_all_threads(
+    model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    begun, gate = [], threading.Event()
+
+    def read(number: int) -> int:
+        begun.append(number)
+        assert gate.wait(60)
+        if number == 1:
+            raise ValueError("it is refused, but its client has left")
+        return number
+
+    async with playing(model, program=branches, answers=ANSWERS) as (writer, dispatcher, server, _):
+        started = dispatcher.servers[server.url], prompt_of(server.codec)
+        one, other = (
+            episode.AgentEpisode(writer._settings, started[1], sample, 0, started[0])
+            for sample in (0, 1)
+        )
+        tasks = [asyncio.create_task(one.in_thread(lambda i=i: read(i))) for i in range(6)]
+        async with asyncio.timeout(60):
+            while len(begun) < 2:
+                await asyncio.sleep(0.01)
+            # Their clients leave, but their threads go on; what waits is not begun.
+            for task in tasks[:4]:
+                task.cancel()
+            await asyncio.wait(tasks[:4])
+            assert await other.in_thread(lambda: "another episode") == "another episode"
+            assert begun == [0, 1]
+            gate.set()
+            assert await asyncio.gather(*tasks[4:]) == [4, 5]
+        assert begun == [0, 1, 4, 5]
+        del tasks
+        gc.collect()
+        assert not caplog.records  # of an exception that nobody has seen
+        for each in (one, other):
+            each.close()
+
+
+BROKEN = {
+    "chunk": b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\nKEY\r\n",
+    "gzip": b"Content-Encoding: gzip\r\nContent-Length: 3\r\n\r\nKEY",
+    "short": b"Content-Length: 3\r\n\r\n{",
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+async def test_a_broken_body_is_no_failure_of_the_run(
+    model: Path, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    async def program(client: Any, row: Any, access: Any) -> None:
+        address = access.base_url.split("/")[2]
+        reader, writer = await asyncio.open_connection(*address.split(":"))
+        head = (
+            f"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {access.key}"
+        )
+        writer.write(f"{head}\r\n".encode() + BROKEN[kind])
+        writer.write_eof()
+        answer = await reader.read()
+        assert b" 400 " in answer.partition(b"\r\n")[0] or not answer
+        writer.close()
+        await say(client, [USER])
+
+    played = await play(model, program, ANSWERS)
+    assert played.texts() == ["u:7;a:[12<eos>]"]
+    assert "KEY" not in caplog.text and "Traceback" not in caplog.text
+
+
+async def test_few_programs_start_at_once_and_only_until_their_first_request(model: Path) -> None:
+    num_begun, starts, ends = 0, asyncio.Event(), asyncio.Event()
+
+    async def program(client: Any, row: Any, access: Any) -> None:
+        nonlocal num_begun
+        num_begun += 1
+        await starts.wait()
+        await say(client, [USER])
+        await ends.wait()
+
+    async with (
+        playing(model, program, ANSWERS) as (writer, dispatcher, server, _),
+        asyncio.timeout(60),
+    ):
+        writer._agents = replace(writer._agents, starting=asyncio.Semaphore(2))
+        running = [
+            writer.start(prompt_of(server.codec), dispatcher.servers[server.url]) for _ in range(5)
+        ]
+        while num_begun < 2:
+            await asyncio.sleep(0)
+        for _ in range(100):  # time enough for more
+            await asyncio.sleep(0)
+        assert num_begun == 2
+        starts.set()
+        while num_begun < 5:  # while none has ended
+            await asyncio.sleep(0.01)
+        running.pop().task.cancel()
+        ends.set()
+        assert [one.environment_reward for one in await asyncio.gather(*(r.task for r in running))]
+
+
+@pytest.mark.parametrize("most", [0, 3])
+def test_a_command_starts_by_cores(most: int) -> None:
+    agent = Agent(command=["python"], max_starting=most)
+    config: Any = SimpleNamespace(agent=agent, rollout=Rollout(), workers=Workers(), seq_len=9)
+    assert Agents.of(config, DropLog()).starting._value == (most or usable_cores())
+
+
+async def test_own_time_counts_from_the_first_request(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    clock = SimpleNamespace(monotonic=lambda: now, time=time.time)
+
+    async def program(client: Any, row: Any, access: Any) -> None:
+        nonlocal now
+        now += 200
+        await say(client, [USER])
+        now += 50
+
+    monkeypatch.setattr(episode, "time", clock)
+    metrics = (await play(model, program, ANSWERS)).metrics
+    assert (metrics["agent/start_seconds"], metrics["agent/own_seconds"]) == (200, 50)
+
+
+async def test_a_program_that_never_asks_is_ended(model: Path) -> None:
+    async def program(client: Any, row: Any, access: Any) -> None:
+        await asyncio.Event().wait()
+
+    async with playing(model, program, ANSWERS, timeout_seconds=0.2) as world:
+        writer, dispatcher, server, programs = world
+        trajectory = writer.start(prompt_of(server.codec), dispatcher.servers[server.url])
+        async with asyncio.timeout(60):
+            await trajectory.until_ended()
+    (failure,) = programs.failed
+    assert failure.kind == "timeout" and "sent no request within 0.2 s" in str(failure)
 
 
 async def test_a_client_that_does_not_read_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:

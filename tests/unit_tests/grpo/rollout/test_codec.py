@@ -64,6 +64,8 @@ def test_arrays_of_another_length_are_refused(change):
 def test_without_arrays_masks_and_samples_stay_and_the_rest_takes_no_memory():
     packed = pack_without_arrays(GROUPS, num_samples=1)
     found = unpack(packed, list[RolloutGroup])
+    for kept, sent in zip(GROUPS[0].rollouts, found[0].rollouts, strict=True):  # a whole group
+        assert sent.token_ids.tolist() == kept.token_ids.tolist()
     first, masked, last, _ = (r for group in found for r in group.rollouts)
     assert first.token_ids.tolist() == [0, 1]
     assert first.prompt_ids.tolist() == PROMPT.tolist()
@@ -71,7 +73,7 @@ def test_without_arrays_masks_and_samples_stay_and_the_rest_takes_no_memory():
     assert (len(last.token_ids), last.token_ids.strides, last.token_ids.any()) == (5, (0,), False)
     assert last.teacher_top_ids is not None and last.teacher_top_ids.shape == (5, 2)
     assert not first.logprobs.any()
-    assert len(packed.arrays) == 24
+    assert len(packed.arrays) == 40
 
 
 def test_every_column_of_a_generation_is_joined():

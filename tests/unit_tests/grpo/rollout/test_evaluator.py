@@ -113,7 +113,10 @@ async def test_each_set_has_its_own_sampling_and_figures(codec: TextCodec):
 
     server = Server(write)
     async with evaluator_of(codec, server, version=3) as (evaluator, _, _):
+        assert evaluator.progress() == (0, 10, 0)
         result = await evaluator.evaluate(3)
+        done, wanted, num_tokens = evaluator.progress()
+        assert (done, wanted) == (10, 10) and num_tokens >= 30
     once, often = result.sets
     assert (once.name, once.score, once.num_completions) == ("once", 0.5, 2)
     assert (often.score, often.num_prompts, often.num_completions) == (0.5, 2, 8)

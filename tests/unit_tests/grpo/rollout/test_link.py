@@ -31,13 +31,14 @@ process.RolloutProcess = Saving
 
 
 @pytest.fixture
-def open_link(tmp_path: Path, monkeypatch) -> Iterator[Callable[[str], RolloutLink]]:
+def open_link(tmp_path: Path, monkeypatch) -> Iterator[Callable[..., RolloutLink]]:
     """Starts a program in place of the rollout process, and closes the link to it."""
     link = RolloutLink(process_config(Path(), Prompts(), dump_folder=str(tmp_path)))
     link._config.inference.api_key = "secret"
 
-    def open_link(program: str) -> RolloutLink:
+    def open_link(program: str, show: Callable[[str, int, int], None] | None = None) -> RolloutLink:
         run_instead(program, tmp_path, monkeypatch)
+        link.show = show or link.show
         link.start()
         assert link.wait_ready(120.0) == []
         return link
@@ -81,3 +82,33 @@ def test_what_is_saved_again_for_one_version_is_waited_for_again(open_link):
     link.save(4, [])
     link.save(4, [])
     assert link.wait_saved(4, 60.0) == 2
+
+
+WAITING = """
+process._PROGRESS_SECONDS = 0.05
+tokens = itertools.count(9, 50)
+
+async def batch(version):
+    await asyncio.sleep(0.5)
+    return RolloutBatch([], PromptProgress(version), {}, {}, BatchPart.WHOLE)
+
+class Waiting(process.RolloutProcess):
+    async def _send_batch(self, session, command):
+        session.producer.batch = batch
+        session.producer.progress = lambda: (1, 4, next(tokens))
+        await super()._send_batch(session, command)
+
+process.RolloutProcess = Waiting
+"""
+
+
+def test_what_is_waited_for_is_shown(open_link):
+    shown: list[tuple[str, int, int]] = []
+    link = open_link("import itertools\n" + BARE + WAITING, lambda *wait: shown.append(wait))
+    assert shown and all(line.startswith("start: ") for line, *_ in shown)
+    shown.clear()
+    assert link.next_batch(6, 60.0) is not None
+    lines = [line for line, *_ in shown]
+    assert {(done, wanted) for _, done, wanted in shown} == {(1, 4)}
+    assert lines[0].startswith("step 7: 1 of 4 completions, 50 tokens, ")
+    assert lines[0].endswith(" tokens/s")

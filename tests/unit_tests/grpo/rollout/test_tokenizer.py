@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 from prompt_files import byte_tokenizer
-from tokenizers import Tokenizer, models, processors
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from torchtitan.grpo.data.ptx import PtxStream
 from torchtitan.grpo.data.supervised import ExampleStream
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.rollout.model_match import prompt_notes
-from torchtitan.grpo.rollout.tokenizer import TextCodec
+from torchtitan.grpo.rollout.tokenizer import TextCodec, TextTooLong
 
 BOS, EOS, SEP = 256, 257, 258
 MARKS = ["<s>", "</s>", "[SEP]"]
@@ -96,3 +96,43 @@ def test_ids_without_a_token_are_found_behind_the_tokenizer_and_inside_it(
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="a"))
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     assert TextCodec(str(tmp_path), []).unknown_ids(size, known) == unknown
+
+
+@pytest.fixture(scope="module")
+def bounded_codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
+    """A tokenizer with merges, and with long tokens of blanks and of special text."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, show_progress=False, special_tokens=["</s>", "<|im_start|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )  # fmt: skip
+    words = ["the long token of many letters", " " * 64, "=" * 64, "0123456789"] * 50
+    tokenizer.train_from_iterator(words, trainer)
+    folder = tmp_path_factory.mktemp("bounded")
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return TextCodec(str(folder), [0])
+
+
+LONG_TEXTS = {
+    "blanks": " ",
+    "rulers": "=",
+    "words": "the long token of many letters ",
+    "digits": "0123456789",
+    "rare bytes": "\u00e9\u6570\U0001f9a9",
+    "special tokens": "<|im_start|>",
+    "mixed": " " * 150 + "the token" + "=" * 70 + "<|im_start|>7",
+}
+
+
+@pytest.mark.parametrize("kind", LONG_TEXTS)
+def test_a_bounded_codec_refuses_only_what_cannot_fit(bounded_codec: TextCodec, kind: str) -> None:
+    text = LONG_TEXTS[kind] * (300_000 // len(LONG_TEXTS[kind]))
+    ids = bounded_codec.encode_continuation(text)
+    assert bounded_codec.bounded(len(ids)).encode_continuation(text) == ids
+    with pytest.raises(TextTooLong):
+        bounded_codec.bounded(min(len(ids), len(text)) // 8).encode_continuation(text)
+    # The text may be long, but what is tokenized of it then is not.
+    with pytest.raises(TextTooLong):
+        bounded_codec.bounded(100).encode_continuation(LONG_TEXTS[kind] * 10**6)

@@ -248,3 +248,37 @@ def test_the_limit_of_open_files_is_raised_or_bounds_the_connections() -> None:
         for hard in (2000, 600)
     ]
     assert found == [["1000", "1256", "2000"], ["344", "600", "600"]]
+
+
+MALFORMED = {
+    "blank before the colon": b"Authorization : Bearer SECRET\r\n",
+    "no colon": b"Bearer SECRET\r\n",
+    "null": b"Authorization: Bearer SECRET\0\r\n",
+    "line break": b"Authorization: Bearer\rSECRET\r\n",
+    "long value": b"Authorization: Bearer " + b"SECRET" * 2000 + b"\r\n",
+    "long name": b"SECRET" * 2000 + b": a\r\n",
+    "length": b"Content-Length: SECRET\r\n",
+    "two lengths": b"Content-Length: 1\r\nContent-Length: SECRET\r\n",
+}
+
+
+@pytest.mark.parametrize("kind", MALFORMED)
+async def test_malformed_requests_neither_show_keys_nor_fill_logs(
+    caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    caplog.set_level("INFO")
+    runner = web.AppRunner(web.Application(), access_log=None)
+    await runner.setup()
+    server = await listen(runner, "127.0.0.1", 0, 100)
+    try:
+        for _ in range(100):
+            reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+            writer.write(b"GET / HTTP/1.1\r\nHost: a\r\n" + MALFORMED[kind] + b"\r\n")
+            async with asyncio.timeout(SECONDS):
+                assert b" 400 " in (await reader.read()).partition(b"\r\n")[0]
+            writer.close()
+    finally:
+        server.close()
+        await runner.cleanup()
+    assert not any(text in caplog.text for text in ("SECRET", "Traceback", "Authorization"))
+    assert len(caplog.records) <= 8

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 from aiohttp import web
+from aiohttp.http import HttpProcessingError
 
 from torchtitan.grpo.inference.client import ServerError
 from torchtitan.grpo.rollout.agents import chat_route, responses_route, text_route
@@ -102,6 +103,7 @@ class AgentEndpoint:
                         "(OPENAI_API_KEY). The episode of this key has ended, or there was none.",
                         code="invalid_api_key",
                     )
+                episode.note_request()
                 try:
                     return await handler(http, episode)
                 except BadRequest as error:
@@ -125,25 +127,26 @@ class AgentEndpoint:
     async def _complete(
         self, route: ModuleType, http: web.Request, episode: AgentEpisode
     ) -> web.StreamResponse:
-        asked: Asked = route.read(await _body(http))
+        body = await _body(http, episode)
+        asked: Asked = await episode.in_thread(lambda: route.read(body))
         answer = await episode.answer(asked)
         if asked.stream:
             return await _stream(http, route.stream(answer, asked), is_named=False)
         return await _send(http, route.write(answer, asked))
 
     async def _generate(self, http: web.Request, episode: AgentEpisode) -> web.StreamResponse:
-        asked = text_route.read_ids_body(await _body(http))
+        asked = text_route.read_ids_body(await _body(http, episode))
         return await _send(http, text_route.write_ids(await episode.answer(asked), asked))
 
     async def _responses(self, http: web.Request, episode: AgentEpisode) -> web.StreamResponse:
-        body = await _body(http)
+        body = await _body(http, episode)
         earlier = episode.conversations.get(str(body.get("previous_response_id")), [])
         if body.get("previous_response_id") and not earlier:
             raise BadRequest(
                 "previous_response_id must be the id of an earlier response of this episode.",
                 param="previous_response_id",
             )
-        asked = responses_route.read(body, earlier)
+        asked = await episode.in_thread(lambda: responses_route.read(body, earlier))
         answer = await episode.answer(asked)
         _keep_conversation(episode, asked, answer, has_system=bool(body.get("instructions")))
         if asked.stream:
@@ -153,7 +156,7 @@ class AgentEndpoint:
     async def _reward(self, http: web.Request, episode: AgentEpisode) -> web.StreamResponse:
         if http.match_info["name"] not in (episode.name, "current"):
             return _error(403, f"The key is of the episode {episode.name}, and of no other one.")
-        body = await _body(http)
+        body = await _body(http, episode)
         reward = parsed_reward(body)
         if body.get("response_id") is None:
             episode.reward = reward
@@ -182,9 +185,12 @@ def _keep_conversation(
     episode.conversations[f"resp_{answer.number}"] = [*messages, *responses_route.read_items(items)]
 
 
-async def _body(http: web.Request) -> dict[str, Any]:
+async def _body(http: web.Request, episode: AgentEpisode) -> dict[str, Any]:
     try:
-        body = json.loads(await read_body(http, MAX_BODY_BYTES))
+        received = await read_body(http, MAX_BODY_BYTES)
+        body = await episode.in_thread(lambda: json.loads(received))
+    except (HttpProcessingError, web.RequestPayloadError) as error:
+        raise BadRequest("The body is not what its headers say, or is incomplete.") from error
     except (ValueError, RecursionError) as error:
         raise BadRequest(f"The body must be JSON: {error}.") from error
     if not isinstance(body, dict):

@@ -9,10 +9,10 @@ import secrets
 import string
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -25,7 +25,7 @@ from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher, Server
 from torchtitan.grpo.rollout.serving.requests import Sampling
 from torchtitan.grpo.rollout.serving.spare_room import SpareRoom
 from torchtitan.grpo.rollout.serving.waiting import next_server
-from torchtitan.grpo.rollout.tokenizer import TextCodec
+from torchtitan.grpo.rollout.tokenizer import TextCodec, TextTooLong
 from torchtitan.grpo.types import Generation, Prompt, as_context, joined
 
 # Servers know only tokens, so an answer to a request with stop strings is written in segments, and looked
@@ -36,6 +36,10 @@ _STOP_SEGMENTS = 64, 512
 _THINK_END = "</think>"
 # Ids of tool calls are of the length that every chat template accepts.
 _CALL_ID_CHARS, _CALL_ID_LEN = string.ascii_letters + string.digits, 9
+# Requests of one episode that are read and tokenized at once: other episodes need threads as well.
+_MOST_READ = 2
+
+_Found = TypeVar("_Found")
 
 _numbers = itertools.count()
 
@@ -67,7 +71,8 @@ class EpisodeSettings:
 class AgentEpisode:
     """``floor`` is the oldest version that may write for it.
 
-    ``failed`` is done with an error if no server answers: the program need not go on.
+    ``asked`` is done at its first request, from which on its own time counts. ``failed`` is done
+    with an error if no server answers: the program need not go on.
     """
 
     def __init__(
@@ -75,7 +80,9 @@ class AgentEpisode:
     ) -> None:
         self.name = f"{prompt.group_id}-{sample}-{next(_numbers)}"
         self.key = secrets.token_urlsafe(24)
-        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        self.asked: asyncio.Future[None] = loop.create_future()
+        self.failed: asyncio.Future[None] = loop.create_future()
         self.reward: float | None = None
         self.counts: Counter[str] = Counter()
         self.conversations: dict[str, list[Message]] = {}
@@ -84,11 +91,13 @@ class AgentEpisode:
         self._rows = EpisodeRows(prompt.token_ids.tolist())
         self._transcript = Transcript(settings.codec, templated=settings.is_templated)
         self._num_asked = 0
+        self._reading = asyncio.Semaphore(_MOST_READ)
         self._writing: set[asyncio.Task[tuple[Choice, Generation]]] = set()
         self._answers = itertools.count()
         self._rows_of: dict[str, list[Row]] = {}
         self._num_in_flight = 0
-        self._own_seconds, self._since = 0.0, time.monotonic()
+        self.start_seconds = self._own_seconds = 0.0
+        self._since = time.monotonic()
         self._is_closed = False
         self._hold = ExitStack()
         self._hold.enter_context(settings.places.hold())
@@ -96,8 +105,22 @@ class AgentEpisode:
     def access(self, base_url: str) -> Access:
         return Access(base_url, self.key, self.name)
 
+    def begin(self, release: Callable[[], None], seconds: float) -> None:
+        """The program starts: calls ``release`` at its first request, or after ``seconds``."""
+        self._since = time.monotonic()
+        place = ExitStack()
+        place.callback(release)
+        self.asked.add_done_callback(lambda _: place.close())
+        self.asked.get_loop().call_later(seconds, place.close)
+
+    def note_request(self) -> None:
+        if not self.asked.done():
+            self.start_seconds = self.own_seconds()
+            self._since = time.monotonic()
+            self.asked.set_result(None)
+
     def own_seconds(self) -> float:
-        """The time that the program has taken itself, without that in which the model wrote."""
+        """The program's own time until its first request, and from then on that beside the model's."""
         running = 0.0 if self._num_in_flight else time.monotonic() - self._since
         return self._own_seconds + running
 
@@ -111,6 +134,7 @@ class AgentEpisode:
         for task in self._writing:
             task.cancel()
         self._hold.close()
+        self.asked.cancel()
         self.failed.cancel()
 
     @property
@@ -146,12 +170,13 @@ class AgentEpisode:
     async def answer(self, asked: Asked) -> Answer:
         """Raises BadRequest, and ServerError if no server answers, which also ends the episode."""
         try:
-            context = await asyncio.to_thread(self._context, asked)
+            context = await self.in_thread(lambda: self._context(asked))
+            room = self._room(context, asked)
         except BadRequest:
             raise
         except ValueError as error:
-            raise BadRequest(str(error), param="messages") from error
-        room = self._room(context, asked)
+            code = "context_length_exceeded" if isinstance(error, TextTooLong) else None
+            raise BadRequest(str(error), param="messages", code=code) from error
         if self._is_closed:
             raise BadRequest("The episode has ended.", code="ended")
         most = self._settings.max_turns
@@ -168,6 +193,14 @@ class AgentEpisode:
         number = f"{self.name}-{next(self._answers)}"
         self._rows_of[number] = rows
         return Answer(number, int(time.time()), MODEL, context.token_ids, choices)
+
+    async def in_thread(self, read: Callable[[], _Found]) -> _Found:
+        """Calls what takes long for a long request. The place of a client that left is kept as well."""
+        await self._reading.acquire()
+        work = asyncio.get_running_loop().run_in_executor(None, read)
+        work.add_done_callback(lambda _: self._reading.release())
+        work.add_done_callback(lambda work: work.cancelled() or work.exception())  # it is retrieved
+        return await asyncio.shield(work)
 
     async def _choices(
         self, asked: Asked, context: Context, room: int, first: int
@@ -208,6 +241,8 @@ class AgentEpisode:
         if asked.text is not None:
             return self._transcript.text_context(asked.text)
         assert asked.messages is not None, "one of the three is given"
+        if len(asked.messages) > (most := self._settings.sampling.max_total_tokens):
+            raise TextTooLong(most, f"{len(asked.messages)} messages")
         if asked.tools and asked.may_call and self._settings.parser is None:
             raise BadRequest(
                 "The model's chat template must print tools and their calls in a known form, but it "
@@ -223,12 +258,7 @@ class AgentEpisode:
         if not num_shown:
             raise BadRequest("A request must have at least one token.", param="prompt")
         if num_shown >= most:
-            raise BadRequest(
-                f"This model's maximum context length is {most} tokens (training.seq_len), and the "
-                f"request has {num_shown} tokens already.",
-                param="messages",
-                code="context_length_exceeded",
-            )
+            raise TextTooLong(most, f"{num_shown} tokens already")
         return min(most - num_shown, sampling.max_new_tokens, asked.max_tokens or most)
 
     def _count(self, asked: Asked, context: Context) -> None:

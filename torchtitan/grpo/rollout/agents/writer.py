@@ -4,8 +4,9 @@
 """Writes completions that programs drive, in the place of a `TrajectoryWriter`."""
 
 import asyncio
+import sys
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torchtitan.grpo.config import RolloutProcessConfig
 from torchtitan.grpo.rollout.agents.endpoint import AgentEndpoint
@@ -19,27 +20,33 @@ from torchtitan.grpo.rollout.serving.requests import Sampling
 from torchtitan.grpo.rollout.serving.spare_room import SpareRoom
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 from torchtitan.grpo.rollout.trajectory import Trajectory
+from torchtitan.grpo.system.cores import usable_cores
 from torchtitan.grpo.types import Generation, Prompt
 from torchtitan.grpo.workers.process import WorkerLost
 
 # If an episode's worker ends more often than this, the episode is assumed to be the cause.
 _MAX_LOST = 2
 _LOOK_SECONDS = 1.0
+# Of a process until its first request: before it has failed, and before others may have its core.
+_START_SECONDS, _STARTING_SECONDS = 300.0, 30.0
 
 
 @dataclass(frozen=True)
 class Agents:
-    """The programs of a run, and where they reach the model."""
+    """The programs of a run, where they reach the model, and places for those that start."""
 
     endpoint: AgentEndpoint
     programs: Programs
+    starting: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(sys.maxsize))
 
     @classmethod
     def of(cls, config: RolloutProcessConfig, drops: DropLog, name: str = "") -> "Agents":
         programs = make_programs(
             config.agent, config.rollout, config.workers, drops.record_episode, name
         )
-        return cls(AgentEndpoint(config.agent.host, config.seq_len), programs)
+        most = config.agent.max_starting or usable_cores()
+        starting = asyncio.Semaphore(most if config.agent.command else sys.maxsize)
+        return cls(AgentEndpoint(config.agent.host, config.seq_len), programs, starting)
 
     async def start(self) -> None:
         await self.endpoint.start()
@@ -69,10 +76,11 @@ class AgentWriter:
         rollout = config.rollout
         self._places, self._agents = places, agents
         self._timeout = config.agent.timeout_seconds
+        self._start_timeout = max(self._timeout, _START_SECONDS if config.agent.command else 0)
         self._settings = EpisodeSettings(
             places=places,
             sampling=sampling,
-            codec=codec,
+            codec=codec.bounded(sampling.max_total_tokens),
             parser=parser_of(codec.template) if codec.has_chat_template() else None,
             segment_tokens=rollout.segment_tokens,
             wait_seconds=rollout.request_timeout_seconds,
@@ -108,6 +116,7 @@ class AgentWriter:
             "agent/requests": counts["requests"] / num_episodes,
             "agent/conversations": counts["conversations"] / num_episodes,
             "agent/rows": counts["rows"] / num_episodes,
+            "agent/start_seconds": counts["start_milliseconds"] / 1000 / num_episodes,
             "agent/own_seconds": counts["own_milliseconds"] / 1000 / num_episodes,
             "agent/untrained_answers": float(counts["masked"]),
             "agent/ignored_settings": float(counts["ignored"]),
@@ -146,6 +155,8 @@ class AgentWriter:
 
     async def _episode(self, prompt: Prompt, episode: AgentEpisode) -> Generation:
         endpoint, programs = self._agents.endpoint, self._agents.programs
+        await self._agents.starting.acquire()
+        episode.begin(self._agents.starting.release, _STARTING_SECONDS)
         endpoint.open(episode)
         program = asyncio.create_task(programs.run(prompt, episode.access(endpoint.url)))
         try:
@@ -169,17 +180,22 @@ class AgentWriter:
     async def _result(self, program: "asyncio.Task[object]", episode: AgentEpisode) -> object:
         """Waits for a program; raises EnvironmentFailed after its own time, and ServerError."""
         while not program.done():
-            left = self._timeout - episode.own_seconds()
+            has_asked = episode.asked.done()
+            limit = self._timeout if has_asked else self._start_timeout
+            left = limit - episode.own_seconds()
             if left <= 0:
+                what = "took longer than" if has_asked else "sent no request within"
                 raise EnvironmentFailed(
                     "timeout",
-                    f"An agent took longer than agent.timeout_seconds = {self._timeout:g}, not "
+                    f"An agent {what} {limit:g} s (agent.timeout_seconds = {self._timeout:g}), not "
                     "counting the time in which the model wrote; its program was ended.",
                 )
             # The time stands still while the model writes.
             wait = min(left, _LOOK_SECONDS) if episode.waits_for_model else left
             await asyncio.wait(
-                {program, episode.failed}, timeout=wait, return_when=asyncio.FIRST_COMPLETED
+                {program, episode.failed, program if has_asked else episode.asked},
+                timeout=wait,
+                return_when=asyncio.FIRST_COMPLETED,
             )
             if episode.failed.done():
                 episode.failed.result()
@@ -191,3 +207,4 @@ class AgentWriter:
         counts["episodes"] += 1
         counts["rows"] += episode.num_rows
         counts["own_milliseconds"] += round(1000 * episode.own_seconds())
+        counts["start_milliseconds"] += round(1000 * episode.start_seconds)

@@ -119,7 +119,7 @@ class Episodes:
         self.max_turns, self.vocab_size = max_turns, vocab_size
         self.templated = templated
         self.stop_token_ids = frozenset(stop_token_ids)
-        self.num_steps = 0
+        self.num_steps = self.num_episodes = 0
         self.num_replayed = 0
         self.num_restarts = 0
         self.num_rewritten = 0
@@ -127,12 +127,14 @@ class Episodes:
 
     def open(self, prompt: Prompt) -> "Episode":
         """The caller must close the episode."""
+        self.num_episodes += 1
         return Episode(self, prompt)
 
     def metrics(self) -> dict[str, float]:
         failures = self.pool.failures
         return {
             "environment/step_seconds": self.step_seconds / max(self.num_steps, 1),
+            "environment/own_seconds": self.step_seconds / max(self.num_episodes, 1),
             "environment/failed_episodes": float(failures.total()),
             "environment/timeouts": float(failures["timeout"]),
             "environment/replayed_turns": float(self.num_replayed),

@@ -151,7 +151,7 @@ class PromptSet:
             self._too_long.add(row)
             return None
         columns.pop(self._settings.column)
-        return Prompt(group_id=index, text=text, token_ids=token_ids, columns=columns)
+        return Prompt(index, text, token_ids, columns, self.where(row))
 
     def texts(self, first: int, end: int) -> Iterator[tuple[dict[str, Any], PromptText] | RowError]:
         """Yields columns and text of the rows ``first`` to ``end - 1``, or why a row is no prompt."""

@@ -98,7 +98,7 @@ class Dispatcher:
         group_size: int = 1,
         drops: DropLog | None = None,
     ) -> None:
-        self.in_flight = 0
+        self.in_flight = self.num_held = 0
         self.in_flight_evaluation = 0
         self.listeners: list[Callable[[], None]] = []
         self.num_hedged = 0
@@ -306,9 +306,11 @@ class Dispatcher:
     def hold(self, *, is_evaluation: bool = False) -> Iterator[None]:
         """Counts a completion as in flight while its environment runs and no server generates it."""
         self._count_flight(1, is_evaluation)
+        self.num_held += not is_evaluation
         try:
             yield
         finally:
+            self.num_held -= not is_evaluation
             self._count_flight(-1, is_evaluation)
 
     async def close(self) -> None:

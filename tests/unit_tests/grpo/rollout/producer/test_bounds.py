@@ -12,6 +12,7 @@ from producer_world import GROUP_SIZE, GROUPS_PER_BATCH
 
 from torchtitan.grpo.rollout.longest_first import LengthRanker
 from torchtitan.grpo.rollout.rollout_metrics import ShareClock
+from torchtitan.grpo.rollout.trajectory import Trajectory
 from torchtitan.grpo.types import BatchPart, GenerateRequest, Generation, Prompt
 
 
@@ -117,7 +118,7 @@ async def test_an_evaluation_beside_it_waits_for_the_version_and_scores_every_pr
 def with_clock(world) -> list[float]:
     """Returns the time, in one element, by which the producer measures its shares."""
     now = [0.0]
-    for name in ("_idle", "_held_back"):
+    for name in ("_idle", "_held_back", "_for_rewards", "_for_episodes"):
         setattr(world.producer, name, ShareClock(lambda: now[0]))
     return now
 
@@ -165,3 +166,59 @@ async def test_time_without_a_ready_server_is_idle_also_while_requests_wait_for_
         held.set()
         world.push(0)
         assert (await waiting).metrics["rollout/idle_fraction"] == 1
+
+
+@pytest.mark.parametrize("cause", ["rewards", "episodes"])
+async def test_what_the_trainer_waits_for_is_told(world_of, cause: str):
+    gate = asyncio.Event()
+    async with world_of("123", max_staleness=0) as world:
+        now, producer = with_clock(world), world.producer
+        judge, writer = producer._judge.judge, producer._writers[""]
+
+        async def judge_late(*arguments):
+            await gate.wait()
+            return await judge(*arguments)
+
+        class Programs:
+            """Each completion is held by its program before its model writes."""
+
+            def start(self, prompt, server, **settings):
+                trajectory = Trajectory(prompt, None, settings["sample"])
+                trajectory.task = asyncio.create_task(self.held(prompt, server, settings))
+                return trajectory
+
+            async def held(self, prompt, server, settings):
+                with world.dispatcher.hold():
+                    await gate.wait()
+                return await writer.start(prompt, server, **settings).task
+
+            def metrics(self):
+                return {}
+
+        if cause == "rewards":
+            producer._judge.judge = judge_late
+        else:
+            producer._writers[""] = Programs()
+        world.push(0)
+        waiting = asyncio.create_task(world.batch(0))
+        clock = producer._for_rewards if cause == "rewards" else producer._for_episodes
+        while not clock._holds:
+            await asyncio.sleep(0.01)
+        now[0] += 3.0
+        done, wanted, num_tokens = producer.progress()
+        assert (done, wanted) == (6 if cause == "rewards" else 0, 6)
+        assert (num_tokens > 0) == (cause == "rewards")
+        gate.set()
+        metrics = (await waiting).metrics
+        shares = [metrics[f"rollout/wait_{name}_fraction"] for name in ("rewards", "episodes")]
+        assert shares == ([1, 0] if cause == "rewards" else [0, 1])
+        assert metrics["rollout/scoring_seconds"] > 0
+        # While it trains, nobody waits for either.
+        now[0] += 1.0
+        world.push(1)
+        metrics = (await world.batch(1)).metrics
+        assert (
+            metrics["rollout/wait_rewards_fraction"]
+            == metrics["rollout/wait_episodes_fraction"]
+            == 0
+        )
