@@ -42,6 +42,7 @@ from torchtitan.grpo.models.hf_weights import export_policy
 from torchtitan.grpo.observe.metrics_processor import GRPOMetricsProcessor
 from torchtitan.grpo.observe.profiling import StepClock, profilers
 from torchtitan.grpo.observe.report import RunOutcome
+from torchtitan.grpo.run_folder.folder import check_present
 from torchtitan.grpo.run_folder.replacing import Removal
 from torchtitan.grpo.run_folder.start_record import record_start
 from torchtitan.grpo.system.logs import logger
@@ -404,6 +405,8 @@ class GRPOTrainer(Trainer):
 
     def _export(self, step: int) -> Path:
         self.enter("exporting the model")
+        if self.is_rank_zero:
+            check_present(self.config.job.dump_folder)
         return export_policy(
             self.config, self.model_parts, self.sd_adapter, self.hf_model.path, step,
             is_writer=self.is_rank_zero,

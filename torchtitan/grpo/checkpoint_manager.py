@@ -28,6 +28,7 @@ from torchtitan.grpo.resume.checkpoint_files import (
     whole_steps,
 )
 from torchtitan.grpo.rollout.saved import file_of
+from torchtitan.grpo.run_folder.folder import check_present
 from torchtitan.grpo.system.logs import logger
 from torchtitan.grpo.upstream.checkpoint import AsyncMode, CheckpointManager
 from torchtitan.grpo.upstream.tools import GarbageCollection
@@ -63,6 +64,9 @@ class GRPOCheckpointManager(CheckpointManager):
         """Saves if it is due, and reports a save that holds up training for long."""
         if not self._should_save(curr_step, last_step):
             return
+        if dist.get_rank() == 0:
+            check_present(self.dump_folder)
+            Path(self.folder).mkdir(parents=True, exist_ok=True)
         begin = time.monotonic()
         self._then = "The next one is written now."
         self._async_wait()

@@ -208,7 +208,8 @@ def full_hf_tensors(
 class _ShardWriter:
     def __init__(self, folder: Path, max_file_bytes: int) -> None:
         shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
+        folder.parent.mkdir(exist_ok=True)
+        folder.mkdir()
         self.folder, self.max_file_bytes = folder, max_file_bytes
         self.pending: dict[str, torch.Tensor] = {}
         self.pending_bytes = self.total_bytes = 0

@@ -92,6 +92,7 @@ def file_of(dump_folder: str, step: int) -> Path:
 def write_saved(path: Path, saved: SavedRollouts) -> None:
     packed = msgspec.msgpack.encode(pack(saved))
     sealed = {"crc32": zlib.crc32(packed), "packed": packed}
+    path.parent.mkdir(exist_ok=True)  # not its folder's, which may have been removed
     write_whole(path, msgspec.msgpack.encode(sealed))
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeGuard
 
-from torchtitan.grpo.errors import RunError
+from torchtitan.grpo.errors import FOLDER_LOST, RunError
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.run_folder.contents import describe_run
 from torchtitan.grpo.run_folder.launch import (
@@ -24,12 +24,17 @@ from torchtitan.grpo.run_folder.launch import (
 )
 from torchtitan.grpo.run_folder.replacing import earlier_runs, move_aside, restore_interrupted
 from torchtitan.grpo.system.folder_lock import LOCK_FILE, FolderLock, HeldFolders, living_holder
+from torchtitan.grpo.system.rank_status import claims_report
 
 _NOT_PERMITTED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 class FolderError(RunError):
     """``job.dump_folder`` cannot be used."""
+
+
+class FolderGone(FolderError):
+    exit_status = FOLDER_LOST
 
 
 class RunFolder:
@@ -226,11 +231,20 @@ def _not_usable(dump_folder: str, error: Exception) -> str:
     )
 
 
+def check_present(dump_folder: str) -> None:
+    """Raises FolderGone if the folder was removed, before something makes it anew."""
+    if not Path(dump_folder).is_dir():
+        raise FolderGone(
+            f"job.dump_folder = {dump_folder} was removed or moved while this run wrote there. It ends."
+        )
+
+
 def _tell(text: str) -> None:
     print(text, flush=True)
 
 
 def _leave(message: str) -> None:
-    """Ends this process at once, since another one writes where it would write."""
+    """Ends this process at once: what it would write would be lost, or spoil another run."""
     print(f"error: {message}", file=sys.stderr, flush=True)
-    os._exit(1)
+    claims_report(0)  # the other ranks of this host need not tell that this one has died
+    os._exit(FOLDER_LOST)

@@ -225,7 +225,10 @@ class _Console:
 
     def reason(self) -> str:
         """Returns the error that the run printed, or its last lines."""
-        content = self.file.read_bytes()
+        # The open file may have been removed with its folder.
+        with self.file.open("rb") if self._stream.closed else self._stream as stream:
+            stream.seek(0)
+            content = stream.read()
         begin = self._begin if self._begin <= len(content) else 0
         text = content[begin:].decode(errors="replace").strip()
         if found := re.search(r"^error: ", text, re.MULTILINE):
