@@ -14,17 +14,20 @@ from typing import Any
 
 import msgspec
 import torch.distributed as dist
+from safetensors import SafetensorError
 
-from torchtitan.grpo.checkpoint_manager import GRPOCheckpointManager
+from torchtitan.grpo.checkpoint_manager import GRPOCheckpointManager, LastSaveFailed
 from torchtitan.grpo.data.step_source import StepSource
+from torchtitan.grpo.disk_failures import describe_failure
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel
-from torchtitan.grpo.models.hf_weights import load_hf_weights
+from torchtitan.grpo.models.hf_weights import export_policy, load_hf_weights
 from torchtitan.grpo.models.lora import begin_adapters
 from torchtitan.grpo.resume.checkpoint_files import is_whole, remove_incomplete
 from torchtitan.grpo.resume.kept_record import STATE_KEY, CheckpointDamaged, RecordState
 from torchtitan.grpo.resume.resumption import Start, describe_start, is_finished, plan_start
 from torchtitan.grpo.rollout.link import RolloutFailed
+from torchtitan.grpo.run_folder.folder import check_present
 from torchtitan.grpo.run_folder.launch import LAUNCH_VARIABLE
 from torchtitan.grpo.run_folder.start_record import without_keys
 from torchtitan.grpo.system.files import damaged_files
@@ -167,6 +170,35 @@ def save_stopped(
             checkpointer.discard_rollouts()
     if dist.get_rank() == 0:
         print(describe_stop(config, step, num_rollouts, sys.argv[1:]), flush=True)
+
+
+def export(
+    trainer: Trainer, adapter: BaseStateDictAdapter, model: HFModel, *, is_last: bool
+) -> Path:
+    """Exports the model. One that fails is reported, and tried again at its next interval.
+
+    The last one raises LastSaveFailed. Collective; returns the folder.
+    """
+    config, is_writer = trainer.job_config, dist.get_rank() == 0
+    assert isinstance(config, JobConfig)
+    folder = Path(config.job.dump_folder)
+    if is_writer:
+        check_present(config.job.dump_folder)
+    target = folder / "hf" / f"step-{trainer.step}"
+    try:
+        export_policy(config, trainer.model_parts, adapter, model.path, target, is_writer=is_writer)
+    except (OSError, SafetensorError) as error:  # only the writer
+        problem = f"The export {target} could not be written: {describe_failure([error], folder)}."
+        if is_last:
+            raise LastSaveFailed(
+                f"{problem} Correct that, and start again: with checkpoint.enable, the run resumes from "
+                "its last checkpoint and exports the model."
+            ) from error
+        logger.error(
+            f"{problem} Training goes on and exports again after grpo.hf_export_interval = "
+            f"{config.grpo.hf_export_interval} steps."
+        )
+    return target
 
 
 def progress_state(progress: PromptProgress) -> dict[str, str]:

@@ -51,6 +51,7 @@ from torchtitan.grpo.start.train import SETTINGS_FLAG
 from torchtitan.grpo.system.child import die_with_parent
 from torchtitan.grpo.system.device import choose_interfaces
 from torchtitan.grpo.system.logs import logger, outlive_readers
+from torchtitan.grpo.system.process_tuning import require_open_files
 from torchtitan.grpo.system.rank_channel import RankChannel, RankLost
 from torchtitan.grpo.system.stop import StopRequest
 from torchtitan.grpo.system.store_rounds import separate_rounds
@@ -105,6 +106,7 @@ def run(make_trainer: TrainerFactory, args: Sequence[str]) -> int:
 def _open(args: list[str], *, weights: bool) -> tuple[JobConfig, HFModel, list[str]]:
     """Returns the configuration and its model, both checked, and notes for the user."""
     config = load_config(args)
+    require_open_files()
     notes = locate_models(config, weights=weights)
     model = read_hf_model(config.model.hf_assets_path)
     check_model(config, model)

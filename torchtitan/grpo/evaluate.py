@@ -45,6 +45,7 @@ from torchtitan.grpo.system.child import end_marked
 from torchtitan.grpo.system.cores import share_cores
 from torchtitan.grpo.system.environment import RUN_VARIABLE
 from torchtitan.grpo.system.folder_lock import HeldFolders
+from torchtitan.grpo.system.process_tuning import require_open_files
 from torchtitan.grpo.system.stop import stop_signals
 from torchtitan.grpo.training.model_spec import check_weights
 from torchtitan.grpo.types import PromptProgress
@@ -82,6 +83,7 @@ def options() -> argparse.ArgumentParser:
 def evaluate(given: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Evaluates with the ranks' ``arguments``; returns the exit status, or raises RunError."""
     config = load_config(list(arguments))
+    require_open_files()
     held: HeldFolders | None = None
     try:
         _check(config, given)

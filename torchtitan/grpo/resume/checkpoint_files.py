@@ -69,9 +69,7 @@ class _SummingFileSystem(FileSystem):
         self._sums[Path(path).name] = summing.size, summing.crc
 
     def mkdir(self, path: str | os.PathLike) -> None:
-        Path(path).mkdir(
-            exist_ok=True
-        )  # not the folder of checkpoints, which may have been removed
+        Path(path).mkdir(exist_ok=True)  # not its folder's, which may have been removed
 
     def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
         path, new_path = Path(path), Path(new_path)

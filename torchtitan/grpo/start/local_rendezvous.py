@@ -50,7 +50,12 @@ class LocalRendezvous(RendezvousHandler):
                 f"out, got {params.min_nodes}:{params.max_nodes} and {params.endpoint!r}. "
                 "docs/security.md tells what to do on several hosts."
             )
-        _take_hangups()
+        # Torchrun would pass SIGHUP on, also under nohup; to rank 0 it may mean something else.
+        handled = os.environ.get(_HANDLED, "")
+        if "SIGHUP" in handled:
+            os.environ[_HANDLED] = handled.replace("SIGHUP", "SIGTERM")
+            if signal.SIGHUP in stop_signals():
+                signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
         return cls(params.run_id)
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -84,18 +89,6 @@ class LocalRendezvous(RendezvousHandler):
     def shutdown(self) -> bool:
         self._ranks_store = None
         return True
-
-
-def _take_hangups() -> None:
-    """Makes SIGHUP end torchrun's ranks as SIGTERM does, and do nothing under ``nohup``.
-
-    Torchrun would pass it on, which has another meaning for rank 0 (``inference.urls_file``).
-    """
-    handled = os.environ.get(_HANDLED, "").split(",")
-    if "SIGHUP" in handled:
-        os.environ[_HANDLED] = ",".join(name for name in handled if name != "SIGHUP")
-        if signal.SIGHUP in stop_signals():
-            signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
 
 
 def register() -> None:

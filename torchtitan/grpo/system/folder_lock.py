@@ -13,7 +13,7 @@ every few seconds as a sign of life. Whoever finds the file decides so:
     the file system has no locks               the same
 
 A holder that comes back after a silence may find that the lock is another's, and must end. So must
-one whose folder was removed or moved. A file that was removed alone is made again.
+one whose folder was removed or moved.
 """
 
 import contextlib
@@ -44,8 +44,6 @@ _OLD_SECONDS = 10 * SILENCE_SECONDS
 _POLL_SECONDS = 0.1
 _SETTLE_SECONDS = 1.0
 _CLOSE_SECONDS = 10.0
-# A file that is gone for less may be the first of its folder that is being removed.
-_REMOVAL_SECONDS = 5.0
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EINVAL)
 # A forked child would keep the kernel's lock after the end of its holder.
 _descriptors: set[int] = set()
@@ -100,7 +98,6 @@ class FolderLock:
             token=secrets.token_hex(8),
         )
         self._descriptor = self._folder = -1
-        self._last_beat = self._last_in_place = time.monotonic()
         self._last_sign: tuple[Holder | None, int, int] | None = None
         self._last_heard, self._is_heard = 0.0, False
 
@@ -131,7 +128,7 @@ class FolderLock:
             if not stat.S_ISREG(status.st_mode):
                 raise OSError(errno.EINVAL, "is no regular file", str(self.file))
             locked = _try_flock(descriptor)
-            if not self._names(descriptor):  # given back, or taken over, at this moment
+            if not _is_same(self.file, descriptor):  # given back, or taken over, at this moment
                 return self._attempt()
             holder = _read_holder(descriptor)
             is_silent = self._is_silent(holder, status)
@@ -172,9 +169,6 @@ class FolderLock:
             return False
         return holder.launch == self._own.launch
 
-    def _names(self, descriptor: int) -> bool:
-        return _is_same(self.file, descriptor)
-
     def _write(self, descriptor: int) -> None:
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, msgspec.json.encode(self._own) + b"\n", 0)
@@ -194,8 +188,6 @@ class FolderLock:
 
     def beat(self) -> str | None:
         """Gives a sign of life; returns why this process no longer has the folder, if so."""
-        now = time.monotonic()
-        silent_seconds, self._last_beat = now - self._last_beat, now
         with contextlib.suppress(OSError):
             if not _is_same(self.file.parent, self._folder):
                 return (
@@ -204,34 +196,26 @@ class FolderLock:
                 )
             found = peek(self.file)
             if found is not None and found.token and found != self._own:
-                why = "its file was removed"
-                if silent_seconds >= SILENCE_SECONDS:
-                    why = f"this process gave no sign of life for {silent_seconds:.0f} s"
                 return (
-                    f"{self.file} was taken over by {found}, because {why}. This process ends, since "
-                    "two would spoil the folder."
+                    f"{self.file} was taken over by {found}: it was removed, or this process gave no "
+                    f"sign of life for {SILENCE_SECONDS:.0f} s. This process ends, since two would spoil "
+                    "the folder."
                 )
-            if self._names(self._descriptor):
-                self._last_in_place = now
-                if found != self._own:
-                    self._write(self._descriptor)  # somebody has spoilt the file
-            elif now - self._last_in_place > _REMOVAL_SECONDS:
-                old = self._descriptor
-                if self._attempt() is None:
-                    _close(old)
+            if found != self._own and _is_same(self.file, self._descriptor):
+                self._write(self._descriptor)  # somebody has spoilt the file
             os.utime(self._descriptor)
         return None
 
     def release(self) -> None:
         """Further calls do nothing."""
         descriptor, self._descriptor = self._descriptor, -1
-        folder, self._folder = self._folder, -1
-        if folder >= 0:
-            _close(folder)
+        if self._folder >= 0:
+            _close(self._folder)
+            self._folder = -1
         if descriptor < 0:
             return
         with contextlib.suppress(OSError):
-            if self._names(descriptor) and _read_holder(descriptor) == self._own:
+            if _is_same(self.file, descriptor) and _read_holder(descriptor) == self._own:
                 self.file.unlink()
         _close(descriptor)
 

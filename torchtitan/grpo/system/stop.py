@@ -29,9 +29,10 @@ def stop_signals() -> tuple[signal.Signals, ...]:
 class StopRequest:
     """Turns stop signals into a flag, ``signum``, that the training loop reads.
 
-    SIGHUP, as when a terminal closes, counts as SIGTERM. A rank may get one from the terminal and one from torchrun, so further ones do nothing. The
-    death of torchrun counts as SIGTERM, since nothing else would end its ranks. A process that
-    still runs ``timeout_seconds`` later is ended, and with it its children.
+    SIGHUP, as from a closed terminal, counts as SIGTERM, and so does the death of torchrun, since
+    nothing else would end its ranks. A rank may get one from the terminal and one from torchrun, so
+    further ones do nothing. A process that still runs ``timeout_seconds`` later is ended, and with it
+    its children.
 
     Python runs handlers on the main thread, which may be inside a collective that waits for a dead
     rank. But the interpreter also writes the signal to a pipe, whose reader starts the clock.
@@ -75,10 +76,7 @@ class StopRequest:
         return self.requested
 
     def on_hangup(self, callback: Callable[[], None]) -> None:
-        """Makes SIGHUP to this process call back on another thread, and no longer end it.
-
-        One to the launcher, as from its terminal, still ends all ranks.
-        """
+        """Makes SIGHUP to this process call back on another thread; one to torchrun ends all ranks."""
         self._on_hangup = callback
         signal.signal(signal.SIGHUP, self._handle)  # under nohup it was ignored
         logger.info("To read inference.urls_file again at once: kill -HUP %d", os.getpid())

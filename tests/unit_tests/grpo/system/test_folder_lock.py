@@ -288,21 +288,11 @@ def test_a_holder_whose_lock_was_taken_over_hears_of_it(file, monkeypatch):
     file.unlink()
     left(file, host="node-b", pid=7, token="another")
     said = told.get(timeout=PATIENCE)
-    assert (
-        "was taken over by process 7 on node-b" in said and "because its file was removed." in said
-    )
+    assert "was taken over by process 7 on node-b (since 20" in said
+    assert "it was removed, or this process gave no sign of life for 30 s." in said
     held.close()
     held.close()
     assert told_by(file).token == "another", "the other's file stays"
-
-
-def test_a_holder_that_was_silent_hears_that_silence_was_the_cause(file, monkeypatch):
-    lock = take(file)
-    assert lock.beat() is None
-    left(file, host="node-b", pid=7, token="another")
-    monkeypatch.setattr(folder_lock, "SILENCE_SECONDS", 0.0)
-    assert "because this process gave no sign of life for 0 s" in (lock.beat() or "")
-    lock.release()
 
 
 def replaced(folder: Path) -> None:
@@ -336,21 +326,6 @@ def test_a_holder_whose_folder_is_gone_hears_of_it(tmp_path, monkeypatch, lose):
         assert told.get(timeout=PATIENCE).startswith("job.dump_folder = outputs/run was removed or")
     held.close()
     assert not list(tmp_path.glob("**/run.lock")) or "moved" in lose
-
-
-def test_a_lock_file_that_is_removed_alone_is_made_again(file, monkeypatch):
-    lock = take(file)
-    file.unlink()
-    assert lock.beat() is None
-    assert not file.exists(), "its folder may be next"
-    monkeypatch.setattr(folder_lock, "_REMOVAL_SECONDS", 0.0)
-    assert lock.beat() is None
-    assert told_by(file).pid == os.getpid()
-    with pytest.raises(FolderInUse):
-        take(file)
-    assert lock.beat() is None
-    lock.release()
-    assert not file.exists()
 
 
 @pytest.mark.parametrize("in_the_way", [lambda f: f.mkdir(), os.mkfifo, lambda f: f.symlink_to(f)])
