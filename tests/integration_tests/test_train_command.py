@@ -48,6 +48,37 @@ def test_a_run_from_any_folder_with_a_model_of_the_hub(train, tmp_path, reposito
     run.wait_until_processes_end()
 
 
+def test_files_of_the_current_folder_shadow_no_module(train, make_run, tmp_path, repository):
+    """In the launcher, the rank, the rollout process, the reward worker, and the server."""
+    folder = tmp_path / "elsewhere"
+    for name in (
+        "random",
+        "math",
+        "logging",
+        "tokenizers",
+        "json",
+        "types",
+        "torch",
+        "string",
+        "numpy",
+    ):
+        (folder / f"{name}.py").write_text("raise SystemExit(f'{__name__} is shadowed')\n")
+    (folder / "neighbour.py").write_text("import random\nONE = float(random.random() >= 0)\n")
+    (folder / "own.py").write_text(
+        "import neighbour\ndef right(completions): return [neighbour.ONE] * len(completions)\n"
+    )
+    run = make_run(name="elsewhere/run")
+    run.start_command(
+        *(sys.executable, "-P", "-c", "import torchtitan_grpo; torchtitan_grpo.main()", "train"),
+        *(str(repository / "train_configs/quickstart.toml"), *SMALL, "--training.steps=1"),
+        *("--reward.functions=own:right,own.py:right", "--reward.weights=1.0,0.5"),
+        "--job.dump_folder=run",
+        cwd=folder,
+    )
+    assert run.finish(PATIENCE_SECONDS) == 0, run.console[-6000:]
+    assert run.metrics[0]["reward/mean"] == 1.5
+
+
 @pytest.mark.long
 def test_a_mistake_is_one_message_with_the_ranks_own_status(train):
     run = train("--nproc=2", "--grpo.group_size=0")

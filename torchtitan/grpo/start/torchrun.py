@@ -99,7 +99,9 @@ def run_agent(
     _pass_on_signals()
     try:
         with respecting_final_statuses():
-            elastic_launch(config, sys.executable)("-u", "-m", "torchtitan.grpo_train", *arguments)
+            # With -P, no file of the current folder, such as a random.py, shadows a module.
+            words = ("-u", "-P", "-m", "torchtitan.grpo_train", *arguments)
+            elastic_launch(config, sys.executable)(*words)
     except SignalException as error:
         return 128 + error.sigval
     except ChildFailedError as error:
