@@ -27,7 +27,6 @@ from torchtitan.grpo.resume.checkpoint_files import is_whole, remove_incomplete
 from torchtitan.grpo.resume.kept_record import STATE_KEY, CheckpointDamaged, RecordState
 from torchtitan.grpo.resume.resumption import Start, describe_start, is_finished, plan_start
 from torchtitan.grpo.rollout.link import RolloutFailed
-from torchtitan.grpo.run_folder.folder import check_present
 from torchtitan.grpo.run_folder.launch import LAUNCH_VARIABLE
 from torchtitan.grpo.run_folder.start_record import without_keys
 from torchtitan.grpo.system.files import damaged_files
@@ -71,7 +70,7 @@ def find_start(config: JobConfig, model: HFModel) -> Start:
         if config.checkpoint.load_step != -1 or start.step in damaged:
             raise CheckpointDamaged(folder, problem)
         damaged[start.step] = problem
-    finished = [is_finished(config, start)]
+    finished = [rank == 0 and is_finished(config, start)]
     dist.broadcast_object_list(finished, src=0)
     if finished[0]:
         raise RunFinished
@@ -175,29 +174,23 @@ def save_stopped(
 def export(
     trainer: Trainer, adapter: BaseStateDictAdapter, model: HFModel, *, is_last: bool
 ) -> Path:
-    """Exports the model. One that fails is reported, and tried again at its next interval.
-
-    The last one raises LastSaveFailed. Collective; returns the folder.
+    """Exports the model, and returns the folder; collective. A failure is reported, and another export
+    follows at its interval; that of the last one is LastSaveFailed.
     """
-    config, is_writer = trainer.job_config, dist.get_rank() == 0
+    config = trainer.job_config
     assert isinstance(config, JobConfig)
-    folder = Path(config.job.dump_folder)
-    if is_writer:
-        check_present(config.job.dump_folder)
-    target = folder / "hf" / f"step-{trainer.step}"
+    target = Path(config.job.dump_folder, "hf", f"step-{trainer.step}")
     try:
-        export_policy(config, trainer.model_parts, adapter, model.path, target, is_writer=is_writer)
-    except (OSError, SafetensorError) as error:  # only the writer
-        problem = f"The export {target} could not be written: {describe_failure([error], folder)}."
-        if is_last:
-            raise LastSaveFailed(
-                f"{problem} Correct that, and start again: with checkpoint.enable, the run resumes from "
-                "its last checkpoint and exports the model."
-            ) from error
-        logger.error(
-            f"{problem} Training goes on and exports again after grpo.hf_export_interval = "
-            f"{config.grpo.hf_export_interval} steps."
+        export_policy(
+            config, trainer.model_parts, adapter, model.path, target, is_writer=dist.get_rank() == 0
         )
+    except (OSError, SafetensorError) as error:  # only the writer
+        problem = f"The export {target} could not be written: {describe_failure([error], target)}."
+        if is_last:
+            again = "with checkpoint.enable, the run resumes from its last checkpoint and exports the model."
+            raise LastSaveFailed(f"{problem} Correct that, and start again: {again}") from error
+        interval = f"grpo.hf_export_interval = {config.grpo.hf_export_interval} steps"
+        logger.error(f"{problem} Training goes on and exports again after {interval}.")
     return target
 
 

@@ -28,7 +28,6 @@ from torchtitan.grpo.resume.checkpoint_files import (
     whole_steps,
 )
 from torchtitan.grpo.rollout.saved import file_of
-from torchtitan.grpo.run_folder.folder import check_present
 from torchtitan.grpo.system.logs import logger
 from torchtitan.grpo.upstream.checkpoint import AsyncMode, CheckpointManager
 from torchtitan.grpo.upstream.tools import GarbageCollection
@@ -64,9 +63,6 @@ class GRPOCheckpointManager(CheckpointManager):
         """Saves if it is due, and reports a save that holds up training for long."""
         if not self._should_save(curr_step, last_step):
             return
-        if dist.get_rank() == 0:
-            check_present(self.dump_folder)
-            Path(self.folder).mkdir(parents=True, exist_ok=True)
         begin = time.monotonic()
         self._then = "The next one is written now."
         self._async_wait()
@@ -214,6 +210,8 @@ def adopt(
     manager.__class__ = GRPOCheckpointManager
     assert isinstance(manager, GRPOCheckpointManager)
     manager.settings, manager.dump_folder = settings, dump_folder
+    if manager.enable:  # once: a folder that is removed later is not made again
+        Path(manager.folder).parent.mkdir(parents=True, exist_ok=True)
     return manager
 
 

@@ -43,6 +43,7 @@ class CheckpointWriter(FileSystemWriter):
         # No rank writes, or makes the folder, before the coordinator has made a plan for all.
         if not self._leads:
             return plan
+        Path(self.path).parent.mkdir(exist_ok=True)
         clear_folder(Path(self.path))
         return super().prepare_local_plan(plan)
 

@@ -33,10 +33,6 @@ class FolderError(RunError):
     """``job.dump_folder`` cannot be used."""
 
 
-class FolderGone(FolderError):
-    exit_status = FOLDER_LOST
-
-
 class RunFolder:
     """``job.dump_folder`` and whatever else a run writes, held for it by rank 0 until closed.
 
@@ -229,14 +225,6 @@ def _not_usable(dump_folder: str, error: Exception) -> str:
         f"job.dump_folder must be a folder that this user can make and write, got "
         f"{given}: {reason}{where}. Choose another folder."
     )
-
-
-def check_present(dump_folder: str) -> None:
-    """Raises FolderGone if the folder was removed, before something makes it anew."""
-    if not Path(dump_folder).is_dir():
-        raise FolderGone(
-            f"job.dump_folder = {dump_folder} was removed or moved while this run wrote there. It ends."
-        )
 
 
 def _tell(text: str) -> None:

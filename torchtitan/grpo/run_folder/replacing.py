@@ -151,23 +151,20 @@ def _elsewhere(aside: Path) -> Iterator[tuple[Path, Path]]:
         logger.warning(f"{file} cannot be read ({error}), so parts of that run may stay elsewhere.")
         return
     for root, place in places.items():
-        if _content(Path(place, _ELSEWHERE)) == _mark(aside):
+        found = None
+        with suppress(OSError, ValueError):
+            found = read_regular(Path(place, _ELSEWHERE))
+        if found == _mark(aside):
             yield Path(place), Path(root)
         elif os.path.lexists(place):
             logger.warning(
-                f"{place} stays as it is. {file} names it as a part of an earlier run in {aside.parent}, "
-                f"but it has no {_ELSEWHERE} that says so, as where a run folder was copied or moved."
+                f"{place} stays as it is: {file} names it, but it has no {_ELSEWHERE} that says the same, "
+                "as where a run folder was copied or moved."
             )
 
 
 def _mark(aside: Path) -> bytes:
     return f"{aside.parent.resolve()} {aside.name.partition('-')[2]}".encode()
-
-
-def _content(file: Path) -> bytes | None:
-    with suppress(OSError, ValueError):
-        return read_regular(file)
-    return None
 
 
 class Removal:

@@ -25,7 +25,7 @@ def init_logger() -> None:
 
 
 class _LastingFile(io.FileIO):
-    """What is written is lost where its terminal was closed, its reader has ended or its disk is full."""
+    """Loses what a closed terminal, a reader that has ended or a full disk does not take."""
 
     def write(self, data: Any, /) -> int | None:
         try:
@@ -37,8 +37,7 @@ class _LastingFile(io.FileIO):
 def outlive_readers() -> None:
     """Makes prints of this process fail no longer: a run does not depend on who reads its output."""
     for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
         with contextlib.suppress(OSError, AttributeError):  # closed, or no file
-            raw = io.BufferedWriter(_LastingFile(stream.fileno(), "w", closefd=False))
-            lasting = io.TextIOWrapper(raw, stream.encoding, stream.errors, line_buffering=True)
-            setattr(sys, name, lasting)
+            old = getattr(sys, name)
+            raw = io.BufferedWriter(_LastingFile(old.fileno(), "w", closefd=False))
+            setattr(sys, name, io.TextIOWrapper(raw, old.encoding, old.errors, line_buffering=True))
