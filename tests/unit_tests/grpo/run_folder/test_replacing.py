@@ -319,7 +319,7 @@ def test_a_copied_run_folder_leaves_the_parts_of_the_first_alone(tmp_path, monke
     of_launch(monkeypatch, "second")
     start(make_config(copy))
     assert (parts / "step-4/.metadata").is_file()
-    assert f"{parts} stays as it is." in caplog.text
+    assert f"{parts} stays as it is: {copy}/" in caplog.text
     of_launch(monkeypatch, "third")
     start(make_config(folder))
     assert not parts.exists(), "the run whose they are removes them"
