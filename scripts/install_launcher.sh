@@ -9,12 +9,11 @@
 source "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
 
 case "${1-}" in
-    ray) package="ray==2.60.0" ;;
-    sky) package="skypilot==0.14.1" ;;
+    ray | sky) ;;
     *) die "usage: bash scripts/install_launcher.sh ray|sky" ;;
 esac
 # shellcheck disable=SC2034  # open_environment reads it
 DEVICE=any
-open_environment "$REPOSITORY/.venv-$1" "${BASH_SOURCE[0]}"
-"$PYTHON" -m pip install -q "$package"
+open_environment "$REPOSITORY/.venv-$1" "${BASH_SOURCE[0]}" "$REPOSITORY/requirements/$1.txt"
+locked "$1.txt"
 close_environment

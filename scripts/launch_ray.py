@@ -424,11 +424,13 @@ def main() -> None:
     launch = Launch(options, rest)
 
     def stop(signum: int, frame: FrameType | None) -> None:
+        signum = signal.SIGINT if signum == signal.SIGINT else signal.SIGTERM
         launch.stop_signal = launch.stop_signal or signum
 
     ray.init(address=options.address, ignore_reinit_error=True)
     # Set after ray.init, which installs handlers of its own.
-    for signum in (signal.SIGINT, signal.SIGTERM):
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # under nohup
+    for signum in (signal.SIGINT, signal.SIGTERM, *(() if ignored else (signal.SIGHUP,))):
         signal.signal(signum, stop)
     try:
         status = launch.run()

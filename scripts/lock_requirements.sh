@@ -13,6 +13,7 @@
 #   sglang.txt, sglang-cpu.txt     .venv-sglang, likewise
 #   clients.txt                    .venv-clients
 #   trl.txt                        .venv-trl, without torch
+#   ray.txt, sky.txt               .venv-ray, .venv-sky
 #
 # torch-cpu.txt, with the CPU build of torch, is written by hand; the file says how.
 
@@ -89,3 +90,11 @@ write clients.txt <"$WORK/clients.txt"
 cp requirements/trl.txt "$WORK/trl.txt" 2>/dev/null || true
 echo "trl==$TRL_VERSION" | compile "$WORK/trl.txt" "$WORK/torch.in" -
 select_packages without "$CUDA|triton" <"$WORK/trl.txt" | write trl.txt # torch's CPU build does not need triton
+
+for launcher in ray==2.60.0 skypilot==0.14.1; do
+    name="${launcher%%=*}"
+    name="${name/skypilot/sky}"
+    cp "requirements/$name.txt" "$WORK/$name.txt" 2>/dev/null || true
+    echo "$launcher" | compile "$WORK/$name.txt" -
+    write "$name.txt" <"$WORK/$name.txt"
+done

@@ -37,7 +37,7 @@ restarts="${SERVER_RESTARTS:-0}"
 if ((restarts == 0)); then exec "${command[@]}"; fi
 
 stopped=0 server=""
-trap 'stopped=1; [[ -z "$server" ]] || kill -TERM "$server" 2>/dev/null || true' TERM INT
+trap 'stopped=1; [[ -z "$server" ]] || kill -TERM "$server" 2>/dev/null || true' TERM INT HUP
 for ((start = 1; start <= restarts + 1 && !stopped; start++)); do
     "${command[@]}" &
     server=$!

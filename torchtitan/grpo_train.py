@@ -38,7 +38,6 @@ from torchtitan.grpo.data.step_source import StepSource
 from torchtitan.grpo.entry import leave, run
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel
-from torchtitan.grpo.models.hf_weights import export_policy
 from torchtitan.grpo.observe.metrics_processor import GRPOMetricsProcessor
 from torchtitan.grpo.observe.profiling import StepClock, profilers
 from torchtitan.grpo.observe.report import RunOutcome
@@ -258,7 +257,7 @@ class GRPOTrainer(Trainer):
         is_last = self.step == self.config.training.steps
         self._save(is_last)
         if self._is_due(self.config.grpo.hf_export_interval) and not is_last:
-            self._export(self.step)
+            self._export()
         if self._is_due(self.config.sft.held_out_interval) and not is_last:
             self._measure_held_out()
         # At the end the others do not wait for rank 0 here: `_settle` records what is left.
@@ -303,7 +302,7 @@ class GRPOTrainer(Trainer):
             # A replayed file came to its end. A longer file can continue from here.
             checkpoint.save_whole(self.checkpointer, self.step)
         # The export comes first: a server that does not answer must not cost what was learned.
-        folder = self._export(self.step)
+        folder = self._export(is_last=True)
         if self.first_step < self.step:
             self._measure_held_out()
         self.stopped = self.rank_zero.run(lambda: self._settle(folder))
@@ -404,12 +403,9 @@ class GRPOTrainer(Trainer):
         self.metrics_processor.log_held_out(self.step, self.held_out.compute())
         self.clock.restart()
 
-    def _export(self, step: int) -> Path:
+    def _export(self, *, is_last: bool = False) -> Path:
         self.enter("exporting the model")
-        return export_policy(
-            self.config, self.model_parts, self.sd_adapter, self.hf_model.path, step,
-            is_writer=self.is_rank_zero,
-        )  # fmt: skip
+        return checkpoint.export(self, self.sd_adapter, self.hf_model, is_last=is_last)
 
     def _log_step(self, learned: Learned, learning_rate: float) -> None:
         times = self.clock.end_step()

@@ -36,6 +36,25 @@ def train(make_run):
     return start
 
 
+def test_an_export_that_finds_no_room_costs_itself_alone(train):
+    run = train(
+        "--nproc=2", "--training.steps=3", "--grpo.hf_export_interval=1", "--max-restarts=1"
+    )
+    run.folder.mkdir(exist_ok=True)
+    (run.folder / "hf").symlink_to("/dev/full")  # no folder
+    assert run.finish() == 4, run.console[-6000:]
+    assert steps_of(run) == [1, 2, 3]
+    for step in (1, 2, 3):
+        assert f"The export {run.folder}/hf/step-{step} could not be written: " in run.console
+    assert run.console.count("exports again after grpo.hf_export_interval = 1 steps") == 2
+    assert "started again" not in run.console and not run.has_traceback()
+    assert checkpoints(run.folder / "checkpoint")[-1] == "step-3"
+    (run.folder / "hf").unlink()
+    run = train("--training.steps=3")
+    assert run.finish() == 0, run.console[-6000:]
+    assert (run.folder / "hf/step-3").is_dir(), "a new start makes up for the last one"
+
+
 def weights_of(run, step: int) -> str:
     (file,) = (run.folder / f"hf/step-{step}").glob("*.safetensors")
     return hashlib.sha256(file.read_bytes()).hexdigest()

@@ -3,12 +3,14 @@
 import contextlib
 import os
 import signal
+import subprocess
 import time
 from pathlib import Path
 
 import psutil
 import pytest
 
+from torchtitan.grpo.errors import FOLDER_LOST
 from torchtitan.grpo.rollout.saved import file_of, read_saved
 
 SMALL = ("--grpo.prompts_per_step=2", "--evaluation.num_prompts=4", "--training.steps=1000")
@@ -121,6 +123,22 @@ def test_a_stopped_run_resumes_where_it_was(make_run, tmp_path):
     assert in_flight & set(ledger[last]["trained"]), "the kept rollouts come first"
     reasons = {reason for record in ledger for reason in record["closed"].values()}
     assert reasons.isdisjoint({"failed", "unscored"}), reasons
+
+
+def test_a_run_whose_folder_is_removed_says_so_and_leaves_nothing_there(make_run):
+    run = make_run()
+    folder = run.folder / "outputs"
+    run.train(*SMALL, *CHECKPOINT, "--max-restarts=2", f"--job.dump_folder={folder}")
+    run.wait_for((folder / "checkpoint/step-2/.metadata").exists)
+    subprocess.run(["rm", "-r", folder], check=False, capture_output=True)
+    while folder.exists():  # the run wrote there at that moment
+        subprocess.run(["rm", "-rf", folder], check=False)
+    assert run.finish(LONGEST_SECONDS) == FOLDER_LOST, run.console[-6000:]
+    run.wait_until_processes_end()
+    assert run.console.count(f"job.dump_folder = {folder} was removed or moved while") == 1
+    assert len(run.errors()) == 1
+    assert not run.has_traceback(), run.console[-6000:]
+    assert not folder.exists()
 
 
 # In the short suite test_recovery.py kills ranks, and test_left_behind.py an agent.

@@ -3,7 +3,9 @@
 
 """``torchtitan-grpo train``, started as a user starts it."""
 
+import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -46,6 +48,37 @@ def test_a_run_from_any_folder_with_a_model_of_the_hub(train, tmp_path, reposito
     run.wait_until_processes_end()
 
 
+def test_files_of_the_current_folder_shadow_no_module(train, make_run, tmp_path, repository):
+    """In the launcher, the rank, the rollout process, the reward worker, and the server."""
+    folder = tmp_path / "elsewhere"
+    for name in (
+        "random",
+        "math",
+        "logging",
+        "tokenizers",
+        "json",
+        "types",
+        "torch",
+        "string",
+        "numpy",
+    ):
+        (folder / f"{name}.py").write_text("raise SystemExit(f'{__name__} is shadowed')\n")
+    (folder / "neighbour.py").write_text("import random\nONE = float(random.random() >= 0)\n")
+    (folder / "own.py").write_text(
+        "import neighbour\ndef right(completions): return [neighbour.ONE] * len(completions)\n"
+    )
+    run = make_run(name="elsewhere/run")
+    run.start_command(
+        *(sys.executable, "-P", "-c", "import torchtitan_grpo; torchtitan_grpo.main()", "train"),
+        *(str(repository / "train_configs/quickstart.toml"), *SMALL, "--training.steps=1"),
+        *("--reward.functions=own:right,own.py:right", "--reward.weights=1.0,0.5"),
+        "--job.dump_folder=run",
+        cwd=folder,
+    )
+    assert run.finish(PATIENCE_SECONDS) == 0, run.console[-6000:]
+    assert run.metrics[0]["reward/mean"] == 1.5
+
+
 @pytest.mark.long
 def test_a_mistake_is_one_message_with_the_ranks_own_status(train):
     run = train("--nproc=2", "--grpo.group_size=0")
@@ -69,6 +102,52 @@ def test_a_signal_ends_the_run_in_order_with_its_status(train, signum):
     assert "Traceback" not in run.console
     assert run.errors() == []
     assert "death signal" not in run.console  # torchrun's report
+
+
+# Runs a command on a terminal of its own, which SIGUSR1 closes.
+ON_TERMINAL = """
+import contextlib, os, pty, signal, sys
+pid, terminal = pty.fork()
+if pid == 0:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    os.execvp(sys.argv[1], sys.argv[1:])
+signal.signal(signal.SIGUSR1, lambda *_: os.close(terminal))
+with contextlib.suppress(OSError):
+    while data := os.read(terminal, 65536):
+        os.write(1, data)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+
+
+def test_a_run_whose_terminal_is_closed_saves_a_checkpoint(make_run):
+    run = make_run()
+    arguments = (
+        *SMALL,
+        "--training.steps=1000",
+        "--checkpoint.enable",
+        "--checkpoint.interval=500",
+    )
+    run.train(
+        *arguments, f"--job.dump_folder={run.folder}", before=(sys.executable, "-c", ON_TERMINAL)
+    )
+    run.wait_for_step(2)
+    run.process.send_signal(signal.SIGUSR1)
+    assert run.finish(PATIENCE_SECONDS) == 128 + signal.SIGTERM, run.console[-6000:]
+    run.wait_until_processes_end()
+    last = run.metrics[-1]["step"]
+    assert (run.folder / "checkpoint" / f"step-{last}" / ".metadata").exists()
+
+
+@pytest.mark.long
+def test_under_nohup_a_hangup_changes_nothing(make_run):
+    run = make_run()
+    run.train(*SMALL, f"--job.dump_folder={run.folder}", "--training.steps=1000", before=("nohup",))
+    run.wait_for_step(1)
+    os.killpg(run.process.pid, signal.SIGHUP)
+    run.wait_for_step(len(run.metrics) + 3)
+    run.process.send_signal(signal.SIGTERM)
+    assert run.finish(PATIENCE_SECONDS) == 128 + signal.SIGTERM, run.console[-6000:]
+    run.wait_until_processes_end()
 
 
 def test_help_is_printed_once_by_all_ranks_together(make_run):

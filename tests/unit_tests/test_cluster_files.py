@@ -112,6 +112,40 @@ def run_container(stage: Stage) -> Callable[..., tuple[list[str], dict[str, str]
     return run
 
 
+def test_no_page_and_no_script_puts_a_key_on_a_command_line() -> None:
+    files = [
+        *REPOSITORY.glob("docs/**/*.md"),
+        *REPOSITORY.glob("scripts/**/*"),
+        REPOSITORY / "README.md",
+    ]
+    for file in files:
+        if file.suffix in (".md", ".sh", ".yaml", ".slurm", ".py"):
+            # A shell's own words: `export`, and `echo` into a pipe.
+            lines = file.read_text().splitlines()
+            drawn = [line.strip() for line in lines if "openssl rand" in line]
+            assert all(
+                re.match(r"(# +)?(export|for name in .*; do echo) ", line) for line in drawn
+            ), file
+            assert "--from-literal" not in file.read_text(), file
+
+
+@pytest.mark.parametrize(("launcher", "package"), [("ray", "ray"), ("sky", "skypilot")])
+def test_launchers_are_installed_by_hash(launcher: str, package: str) -> None:
+    assert 'locked "$1.txt"' in (REPOSITORY / "scripts/install_launcher.sh").read_text()
+    text = (REPOSITORY / f"requirements/{launcher}.txt").read_text()
+    packages = re.findall(
+        r"^[\w.-]+(?:\[[\w,-]+\])?==\S+.*?(?=^\w|\Z)", text, re.MULTILINE | re.DOTALL
+    )
+    assert any(lines.startswith(f"{package}==") for lines in packages)
+    assert all("--hash=sha256:" in lines for lines in packages)
+
+
+@pytest.mark.parametrize("name", ["trainer", "servers"])
+def test_base_images_can_be_named_by_digest(name: str) -> None:
+    text = (REPOSITORY / f"scripts/docker/Dockerfile.{name}").read_text()
+    assert re.findall(r"^FROM .*", text, re.MULTILINE) == ["FROM ${BASE}"]
+
+
 @pytest.mark.parametrize("name", MANIFESTS)
 def test_manifests_have_the_form_that_kubernetes_demands(name: str) -> None:
     for version in KUBERNETES_VERSIONS:

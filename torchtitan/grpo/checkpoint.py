@@ -14,12 +14,14 @@ from typing import Any
 
 import msgspec
 import torch.distributed as dist
+from safetensors import SafetensorError
 
-from torchtitan.grpo.checkpoint_manager import GRPOCheckpointManager
+from torchtitan.grpo.checkpoint_manager import GRPOCheckpointManager, LastSaveFailed
 from torchtitan.grpo.data.step_source import StepSource
+from torchtitan.grpo.disk_failures import describe_failure
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel
-from torchtitan.grpo.models.hf_weights import load_hf_weights
+from torchtitan.grpo.models.hf_weights import export_policy, load_hf_weights
 from torchtitan.grpo.models.lora import begin_adapters
 from torchtitan.grpo.resume.checkpoint_files import is_whole, remove_incomplete
 from torchtitan.grpo.resume.kept_record import STATE_KEY, CheckpointDamaged, RecordState
@@ -68,7 +70,7 @@ def find_start(config: JobConfig, model: HFModel) -> Start:
         if config.checkpoint.load_step != -1 or start.step in damaged:
             raise CheckpointDamaged(folder, problem)
         damaged[start.step] = problem
-    finished = [is_finished(config, start)]
+    finished = [rank == 0 and is_finished(config, start)]
     dist.broadcast_object_list(finished, src=0)
     if finished[0]:
         raise RunFinished
@@ -167,6 +169,29 @@ def save_stopped(
             checkpointer.discard_rollouts()
     if dist.get_rank() == 0:
         print(describe_stop(config, step, num_rollouts, sys.argv[1:]), flush=True)
+
+
+def export(
+    trainer: Trainer, adapter: BaseStateDictAdapter, model: HFModel, *, is_last: bool
+) -> Path:
+    """Exports the model, and returns the folder; collective. A failure is reported, and another export
+    follows at its interval; that of the last one is LastSaveFailed.
+    """
+    config = trainer.job_config
+    assert isinstance(config, JobConfig)
+    target = Path(config.job.dump_folder, "hf", f"step-{trainer.step}")
+    try:
+        export_policy(
+            config, trainer.model_parts, adapter, model.path, target, is_writer=dist.get_rank() == 0
+        )
+    except (OSError, SafetensorError) as error:  # only the writer
+        problem = f"The export {target} could not be written: {describe_failure([error], target)}."
+        if is_last:
+            again = "with checkpoint.enable, the run resumes from its last checkpoint and exports the model."
+            raise LastSaveFailed(f"{problem} Correct that, and start again: {again}") from error
+        interval = f"grpo.hf_export_interval = {config.grpo.hf_export_interval} steps"
+        logger.error(f"{problem} Training goes on and exports again after {interval}.")
+    return target
 
 
 def progress_state(progress: PromptProgress) -> dict[str, str]:

@@ -18,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
-from torchtitan.grpo.disk_failures import room_problem
+from torchtitan.grpo.disk_failures import describe_failure
 from torchtitan.grpo.errors import LAST_SAVE_FAILED, RunError
 from torchtitan.grpo.job_config import Checkpoint
 from torchtitan.grpo.resume.checkpoint_files import (
@@ -210,6 +210,8 @@ def adopt(
     manager.__class__ = GRPOCheckpointManager
     assert isinstance(manager, GRPOCheckpointManager)
     manager.settings, manager.dump_folder = settings, dump_folder
+    if manager.enable:  # once: a folder that is removed later is not made again
+        Path(manager.folder).parent.mkdir(parents=True, exist_ok=True)
     return manager
 
 
@@ -218,6 +220,4 @@ def _reason(error: BaseException, folder: Path) -> str:
     causes = [error]
     if isinstance(error, CheckpointException):
         causes = [wrapped[0] for wrapped in error.failures.values()]
-    text = f"{type(causes[0]).__name__}: {causes[0]}".splitlines()[0]
-    no_room = room_problem(causes, folder)
-    return f"{no_room} ({text})" if no_room else text
+    return describe_failure(causes, folder)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from torchtitan.grpo.command_line import ConfigError, without_torch
 from torchtitan.grpo.errors import RunError
+from torchtitan.grpo.system.logs import outlive_readers
 
 USAGE = """\
 usage: torchtitan-grpo COMMAND ...
@@ -191,6 +192,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
 
 
 def main() -> None:
+    outlive_readers()
     sys.exit(run(sys.argv[1:]))
 
 

@@ -15,6 +15,7 @@ _TEXTS = {
     errno.ENOSPC: re.compile(r"No space left on device", re.IGNORECASE),
     errno.EDQUOT: re.compile(r"Disk quota exceeded", re.IGNORECASE),
     errno.EFBIG: re.compile(r"File too large", re.IGNORECASE),
+    errno.EMFILE: re.compile(r"Too many open files", re.IGNORECASE),
     errno.EROFS: re.compile(r"Read-only file system", re.IGNORECASE),
 }
 _CUT_SHORT = re.compile(r"PytorchStreamWriter failed|unexpected pos \d+ vs \d+")
@@ -50,6 +51,8 @@ def room_problem(errors: list[BaseException], path: Path) -> str | None:
         return f"the quota on the disk of {path} is used up, though {mib:.0f} MiB of it are free"
     if errno.ENOSPC in numbers or (is_short and mib < _ALMOST_FULL_MIB):
         return f"the disk of {path} is full: {mib:.0f} MiB are free"
+    if numbers & {errno.EMFILE, errno.ENFILE}:
+        return "too many files are open (ulimit -n)"
     if errno.EFBIG in numbers:
         return f"a file in {path} would be larger than the system allows (ulimit -f)"
     if is_short:
@@ -58,6 +61,13 @@ def room_problem(errors: list[BaseException], path: Path) -> str | None:
             "quota or a limit of the size of files (ulimit -f) was reached"
         )
     return None
+
+
+def describe_failure(errors: list[BaseException], path: Path) -> str:
+    """Describes in one line why something was not written to a path."""
+    text = f"{type(errors[0]).__name__}: {errors[0]}".splitlines()[0]
+    no_room = room_problem(errors, path)
+    return f"{no_room} ({text})" if no_room else text
 
 
 def _number(error: BaseException) -> int | None:

@@ -50,7 +50,8 @@ from torchtitan.grpo.run_folder.folder import RunFolder, check_folder, describe_
 from torchtitan.grpo.start.train import SETTINGS_FLAG
 from torchtitan.grpo.system.child import die_with_parent
 from torchtitan.grpo.system.device import choose_interfaces
-from torchtitan.grpo.system.logs import logger
+from torchtitan.grpo.system.logs import logger, outlive_readers
+from torchtitan.grpo.system.process_tuning import require_open_files
 from torchtitan.grpo.system.rank_channel import RankChannel, RankLost
 from torchtitan.grpo.system.stop import StopRequest
 from torchtitan.grpo.system.store_rounds import separate_rounds
@@ -105,6 +106,7 @@ def run(make_trainer: TrainerFactory, args: Sequence[str]) -> int:
 def _open(args: list[str], *, weights: bool) -> tuple[JobConfig, HFModel, list[str]]:
     """Returns the configuration and its model, both checked, and notes for the user."""
     config = load_config(args)
+    require_open_files()
     notes = locate_models(config, weights=weights)
     model = read_hf_model(config.model.hf_assets_path)
     check_model(config, model)
@@ -260,6 +262,7 @@ def leave(main: Callable[[], int]) -> None:
     stopped server, and aborts if a thread of gloo's releases the last reference to a tensor then
     (https://github.com/pytorch/pytorch/issues/190489).
     """
+    outlive_readers()
     try:
         status = main()
     except Exception as error:

@@ -10,7 +10,10 @@ LAST_SAVE_FAILED = 4
 """The run has taken all its steps, but its last checkpoint could not be written. Started again at once, it
 would take the steps since the one before for nothing."""
 
-FINAL_STATUSES = (STOPPED_BY_GUARD, LAST_SAVE_FAILED)
+FOLDER_LOST = 5
+"""The run's folder was removed, moved, or taken over by another run. A restart would begin anew there."""
+
+FINAL_STATUSES = (STOPPED_BY_GUARD, LAST_SAVE_FAILED, FOLDER_LOST)
 """Statuses of ranks that are not to be started again."""
 
 

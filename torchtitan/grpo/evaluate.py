@@ -47,6 +47,8 @@ from torchtitan.grpo.system.child import end_marked
 from torchtitan.grpo.system.cores import share_cores
 from torchtitan.grpo.system.environment import RUN_VARIABLE
 from torchtitan.grpo.system.folder_lock import HeldFolders
+from torchtitan.grpo.system.process_tuning import require_open_files
+from torchtitan.grpo.system.stop import stop_signals
 from torchtitan.grpo.training.model_spec import check_weights
 from torchtitan.grpo.types import PromptProgress
 from torchtitan.grpo.weight_wire.model_folder import require_undamaged
@@ -83,6 +85,7 @@ def options() -> argparse.ArgumentParser:
 def evaluate(given: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Evaluates with the ranks' ``arguments``; returns the exit status, or raises RunError."""
     config = load_config(list(arguments))
+    require_open_files()
     held: HeldFolders | None = None
     try:
         _check(config, given)
@@ -235,8 +238,9 @@ async def _run(config: RolloutProcessConfig) -> tuple[EvaluationResult, list[str
 
     working = asyncio.current_task()
     assert working is not None
-    # What was started must end with the command, also if a scheduler ends it.
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, working.cancel)
+    # What was started must end with the command, also if a scheduler or a closed terminal ends it.
+    for signum in stop_signals():
+        asyncio.get_running_loop().add_signal_handler(signum, working.cancel)
     mark = os.environ[RUN_VARIABLE] = uuid.uuid4().hex
     if config.inference.launch:
         share_cores(config.inference.num_servers)

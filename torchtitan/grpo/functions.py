@@ -7,6 +7,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import os
 import re
 import sys
 import traceback
@@ -30,6 +31,8 @@ def load_function(path: str, what: str, builtin: Iterable[str]) -> Callable[...,
     """
     subject = f"{what} {path!r}"
     module_name, name = split_path(path, what, builtin)
+    if (folder := os.getcwd()) not in sys.path:
+        sys.path.append(folder)  # last: nothing there shadows an installed module
     is_file = module_name.endswith(".py") or "/" in module_name
     module = (_load_file if is_file else _load_module)(module_name, subject)
     function = getattr(module, name, None)

@@ -19,7 +19,7 @@ from typing import Any
 from torch._C import _distributed_c10d
 
 from torchtitan.grpo.job_config import JobConfig
-from torchtitan.grpo.system.rank_status import REPORTED_FILE, LostRank
+from torchtitan.grpo.system.rank_status import LostRank, claims_report
 
 # Time for the training thread to close what it can after the loss.
 _CLOSE_SECONDS = 6.0
@@ -36,7 +36,7 @@ class LostRankHandler:
         if self._is_stopping():
             return  # the stop has a bound and a message of its own
         is_here = lost.status.host == socket.gethostname()
-        if not (lost.has_reported and is_here) and _claims_report(lost):
+        if not (lost.has_reported and is_here) and claims_report(lost.status.rank):
             print(f"error: {describe_lost(lost, self._config)}", file=sys.stderr, flush=True)
         # Started first: nothing that the recorder does may keep this process from ending.
         threading.Thread(target=_end_soon, name="lost-rank-end", daemon=True).start()
@@ -79,21 +79,6 @@ def describe_next(config: JobConfig) -> str:
     if most:
         return f"No restart is left (--max-restarts {most}). A new start begins {begin}."
     return f"A new start begins {begin}; --max-restarts N lets torchrun do so by itself."
-
-
-def _claims_report(lost: LostRank) -> bool:
-    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not file:
-        reporter = 1 if lost.status.rank == 0 else 0
-        return int(os.environ.get("RANK", "0")) == reporter
-    try:
-        # The ranks of an attempt have a folder each in that of the attempt.
-        (Path(file).parent.parent / REPORTED_FILE).open("x").close()
-    except FileExistsError:
-        return False
-    except OSError:  # the agent has removed its folder; twice is better than never
-        return True
-    return True
 
 
 def _trace_file() -> str | None:

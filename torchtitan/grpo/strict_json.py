@@ -5,6 +5,7 @@
 
 import json
 import math
+import sys
 from typing import Any
 
 COUNT_KEY = "nonfinite_values"
@@ -22,7 +23,8 @@ def dumps(value: Any, **options: Any) -> str:
 
 def finite(value: Any) -> float | None:
     """Returns a number that was read if it is finite: files of earlier releases hold NaN."""
-    return value if isinstance(value, float | int) and math.isfinite(value) else None
+    largest = sys.float_info.max  # integers may be larger
+    return value if isinstance(value, float | int) and abs(value) <= largest else None
 
 
 def _strict(value: Any, found: list[float]) -> Any:

@@ -11,15 +11,21 @@ import resource
 import threading
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 
+from torchtitan.grpo import checkpoint
 from torchtitan.grpo.checkpoint_manager import GRPOCheckpointManager, LastSaveFailed, SaveFailed
-from torchtitan.grpo.job_config import Checkpoint
+from torchtitan.grpo.job_config import Checkpoint, JobConfig
+from torchtitan.grpo.models import hf_weights
 from torchtitan.grpo.resume.checkpoint_files import CheckpointWriter
 from torchtitan.grpo.rollout.saved import file_of
 from torchtitan.grpo.upstream.checkpoint import AsyncMode
@@ -100,6 +106,53 @@ def test_a_checkpoint_that_found_no_room_is_told_as_such(manager, caplog, what):
     with pytest.raises(LastSaveFailed, match=expected) as ended:
         manager.raise_if_missing()
     assert "The newest whole checkpoint is that of step 60." in str(ended.value)
+
+
+# What an export meets, and what is said.
+EXPORTS = {
+    "a broken disk": (OSError(errno.EIO, "Input/output error"), "OSError: .*Input/output error"),
+    "open files": (OSError(errno.EMFILE, "Too many open files"), r"too many files are open \(ulimit -n\)"),
+    "open files, of the system": (OSError(errno.ENFILE, "x"), "too many files are open"),
+    "a library, open files": (SafetensorError("I/O error: Too many open files (os error 24)"), "ulimit -n"),
+    "a library, a full disk": (
+        SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
+        "the disk of .* is full: ",
+    ),
+    "a library, a broken disk": (SafetensorError("I/O error: (os error 5)"), "os error 5"),
+    "a quota": (OSError(errno.EDQUOT, "Disk quota exceeded"), "the quota on the disk of"),
+    "permissions": (PermissionError(errno.EACCES, "Permission denied"), "Permission denied"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", EXPORTS)
+def test_an_export_that_fails_is_told_and_tried_again_and_only_the_last_ends_the_run(
+    tmp_path, monkeypatch, caplog, what
+):
+    error, expected = EXPORTS[what]
+    config = JobConfig()
+    config.job.dump_folder = str(tmp_path)
+    trainer: Any = SimpleNamespace(job_config=config, model_parts=[], step=20)
+    model: Any = SimpleNamespace(path=tmp_path)
+    adapter: Any = None
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(checkpoint, "export_policy", Mock(side_effect=error))
+    checkpoint.export(trainer, adapter, model, is_last=False)
+    (told,) = [r.message for r in caplog.records if r.levelno == logging.ERROR]
+    assert re.search(f"hf/step-20 could not be written: .*{expected}", told), told
+    assert "exports again after grpo.hf_export_interval" in told
+    with pytest.raises(LastSaveFailed, match=expected):
+        checkpoint.export(trainer, adapter, model, is_last=True)
+
+
+def test_a_writer_that_fails_still_takes_part_up_to_the_last_tensor(tmp_path, monkeypatch):
+    rest = iter([(f"t{i}", torch.ones(8)) for i in range(5)])
+    monkeypatch.setattr(hf_weights, "full_hf_tensors", lambda *_: rest)
+    adapter: Any = None
+    with pytest.raises(FileNotFoundError):
+        hf_weights.export_hf(
+            [], adapter, tmp_path, tmp_path / "gone/hf/step-1", torch.float32, is_writer=True
+        )
+    assert next(rest, None) is None
 
 
 def test_a_later_checkpoint_makes_up_for_one_that_failed(manager, tmp_path, monkeypatch):

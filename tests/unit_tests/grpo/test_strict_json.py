@@ -55,10 +55,10 @@ def test_a_log_of_steps_is_strict_and_is_continued_over_lines_of_either_kind(tmp
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "mismatch/kl": NaN}\n{"step": 2, "mismatch/kl": -Infinity}\n')
     log = RunLog(path, 2)
-    log.add({"step": 3, "mismatch/kl": bad, "reward/mean": 0.5, "samples": [{"advantage": bad}]})
+    log.add({"step": 3, "mismatch/kl": bad, "reward/mean": 0.5, "loss/total": bad})
     log.close()
     assert strictly(path.read_text().splitlines()[2]) == {
-        "step": 3, "mismatch/kl": None, "reward/mean": 0.5, "samples": [{"advantage": None}],
+        "step": 3, "mismatch/kl": None, "reward/mean": 0.5, "loss/total": None,
         "nonfinite_values": 2,
     }  # fmt: skip
     log = RunLog(path, 3)

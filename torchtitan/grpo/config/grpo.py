@@ -316,10 +316,10 @@ class GRPO:
     ``<dump_folder>/hf/step-N``. The last step is always exported."""
 
     stop_timeout_seconds: Annotated[float, above(0)] = 8.0
-    """Maximum time between Ctrl-C or SIGTERM and the end of the run. In this time, the run finishes
-    the current step and, with ``checkpoint.enable``, writes a checkpoint. A process that is still
-    running afterwards is killed; earlier checkpoints are kept. Raise the value if writing a
-    checkpoint takes longer."""
+    """Maximum time between Ctrl-C, SIGTERM or SIGHUP and the end of the run. In this time, the run
+    finishes the current step and, with ``checkpoint.enable``, writes a checkpoint. A process that
+    is still running afterwards is killed; earlier checkpoints are kept. Raise the value if writing
+    a checkpoint takes longer."""
 
     lost_rank_seconds: Annotated[float, above(0)] = 60.0
     """Maximum time, in seconds, without a heartbeat from a training rank. After this time, the rank

@@ -28,7 +28,7 @@ class Inference:
     are skipped. The file is read again when it changes, and when rank 0 receives SIGHUP: servers
     that were added to it join the run, and servers that were removed from it leave the run. A file
     that contains no server, or a line that is not a URL, changes nothing. Send SIGHUP to the
-    process whose id is logged at the start; torchrun itself would end the run."""
+    process whose id is logged at the start; one to the launcher ends the run."""
 
     registry: str | None = None
     """Folder in which servers register themselves (``serve --register FOLDER``), instead of

@@ -88,7 +88,8 @@ def server_command(
 ) -> tuple[list[str], dict[str, str]]:
     """``environ`` overrides the defaults of the launcher."""
     command = kind_row(spec.kind).launch_command(spec)
-    defaults = dict(command.defaults)
+    # As `python -m` would search the current folder first.
+    defaults = {"PYTHONSAFEPATH": "1", **command.defaults}
     own_keys = {API_KEY_VARIABLE: spec.api_key, ADMIN_KEY_VARIABLE: spec.admin_key} | command.keys
     kept = without_keys(environ, own_keys)
     # Without bytecode files, each start would spend a minute on compiling the server's sources.

@@ -20,6 +20,7 @@ from torchtitan.grpo.inference.client import ServerError
 from torchtitan.grpo.inference.http import HttpConnection
 from torchtitan.grpo.inference.registry import BEAT_SECONDS, Registration, RegistryFolder
 from torchtitan.grpo.system.child import start_child, stop_children
+from torchtitan.grpo.system.stop import stop_signals
 
 _REQUEST_SECONDS = 5.0
 _STOP_SECONDS = 5.0
@@ -88,12 +89,14 @@ def run_registered(
 ) -> int:
     """Runs a server at ``url`` until it ends or this process is asked to; returns its status."""
 
+    handled = stop_signals()
+
     def stop(signum: int, frame: FrameType | None) -> NoReturn:
-        for each in (signal.SIGTERM, signal.SIGINT):
+        for each in handled:
             signal.signal(each, signal.SIG_IGN)
         raise _Stopped
 
-    for signum in (signal.SIGTERM, signal.SIGINT):
+    for signum in handled:
         signal.signal(signum, stop)
     server = start_child(command, env=dict(environ))
     is_up = False

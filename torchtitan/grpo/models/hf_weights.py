@@ -152,7 +152,11 @@ def export_hf(
     """Writes the model like :func:`write_hf`; collective over all ranks, on the training thread."""
     tensors = full_hf_tensors(model_parts, adapter, dtype)
     if is_writer:
-        write_hf(tensors, source, target, dtype, max_file_bytes=max_file_bytes)
+        try:
+            write_hf(tensors, source, target, dtype, max_file_bytes=max_file_bytes)
+        finally:  # after a failure as well, the other ranks take part up to the last tensor
+            for _ in tensors:
+                pass
     else:
         assert next(tensors, None) is None, (
             "whole tensors arrive on rank 0, which must be the writer"
@@ -208,7 +212,8 @@ def full_hf_tensors(
 class _ShardWriter:
     def __init__(self, folder: Path, max_file_bytes: int) -> None:
         shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
+        folder.parent.mkdir(exist_ok=True)
+        folder.mkdir()
         self.folder, self.max_file_bytes = folder, max_file_bytes
         self.pending: dict[str, torch.Tensor] = {}
         self.pending_bytes = self.total_bytes = 0
@@ -261,21 +266,20 @@ def export_policy(
     model_parts: list[nn.Module],
     adapter: BaseStateDictAdapter,
     source: Path,
-    step: int,
+    target: Path,
     *,
     is_writer: bool,
-) -> Path:
-    """Exports the model to ``hf/step-N``, and adapters to ``peft/step-N``; returns the former.
+) -> None:
+    """Exports the model to ``hf/step-N``, which is ``target``, and adapters to ``peft/step-N``.
 
     Collective; ``is_writer`` is rank 0. ``source`` is the run's original Hugging Face directory.
     """
-    folder, name = Path(config.job.dump_folder), f"step-{step}"
     dtype = TORCH_DTYPE_MAP[config.checkpoint.export_dtype]
-    target = folder / "hf" / name
-    export_hf(model_parts, adapter, source, target, dtype, is_writer=is_writer)
-    if config.lora.rank:
-        export_peft(
-            model_parts, adapter, config.lora, str(source), folder / "peft" / name, dtype,
-            is_writer=is_writer,
-        )  # fmt: skip
-    return target
+    peft = target.parents[1] / "peft" / target.name
+    try:
+        export_hf(model_parts, adapter, source, target, dtype, is_writer=is_writer)
+    finally:
+        if config.lora.rank:
+            export_peft(
+                model_parts, adapter, config.lora, str(source), peft, dtype, is_writer=is_writer
+            )

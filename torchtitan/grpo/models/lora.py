@@ -284,7 +284,8 @@ def export_peft(
     if is_writer:
         partial = target.with_name(target.name + ".partial")
         shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+        target.parent.mkdir(exist_ok=True)
+        partial.mkdir()
         try:
             config = partial / "adapter_config.json"
             config.write_text(json.dumps(peft_config(lora, base_model), indent=2, allow_nan=False))

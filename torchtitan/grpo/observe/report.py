@@ -47,8 +47,8 @@ def summarize(
         "reward_first10": mean_over(steps[:10], "reward/mean"),
         "reward_last10": mean_over(steps[-10:], "reward/mean"),
         **taught,
-        "heldout_before": evaluations[0]["evaluation/score"] if evaluations else None,
-        "heldout_after": evaluations[-1]["evaluation/score"] if evaluations else None,
+        "heldout_before": mean_over(evaluations[:1], "evaluation/score"),
+        "heldout_after": mean_over(evaluations[-1:], "evaluation/score"),
         "max_staleness_steps": max(numbers_of(steps, "staleness/max_steps"), default=0),
         "equal_groups_fraction": mean_over(steps, "reward/equal_groups_fraction"),
         "mismatch_kl_mean": mean_over(steps, "mismatch/kl"),
@@ -65,11 +65,11 @@ def summarize_supervised(
     return {
         "steps": outcome.step,
         "seconds": round(outcome.seconds, 1),
-        "epochs": steps[-1]["sft/epoch"] if steps else 0.0,
+        "epochs": mean_over(steps[-1:], "sft/epoch") or 0.0,
         "loss_first10": mean_over(steps[:10], "loss/total"),
         "loss_last10": mean_over(steps[-10:], "loss/total"),
-        "heldout_loss_before": evaluations[0]["evaluation/loss"] if evaluations else None,
-        "heldout_loss_after": evaluations[-1]["evaluation/loss"] if evaluations else None,
+        "heldout_loss_before": mean_over(evaluations[:1], "evaluation/loss"),
+        "heldout_loss_after": mean_over(evaluations[-1:], "evaluation/loss"),
         "hf_checkpoint": str(outcome.hf_checkpoint),
     }
 
@@ -143,7 +143,7 @@ def _draw_rewards(axes: "Axes", steps: Records, names: list[str]) -> None:
     keys = [name for name in names if any(f"reward/{name}" in record for record in steps)]
     # A single component with the weight 1 is the reward itself.
     is_alone = len(keys) == 1 and all(
-        record.get(f"reward/{keys[0]}") == record["reward/mean"] for record in steps
+        record.get(f"reward/{keys[0]}") == record.get("reward/mean") for record in steps
     )
     label = keys[0] if is_alone else "reward (weighted sum)"
     _draw(axes, steps, "reward/mean", label, "-", color="C0", linewidth=2)

@@ -26,7 +26,7 @@ class RunLog:
         try:
             with partial.open("wb") as kept:
                 if step and path.exists():
-                    records = _records(path, path.open("rb"))
+                    records = read_records(path, path.open("rb"))
                     kept.writelines(line for line, record in records if record["step"] <= step)
             os.replace(partial, path)
         finally:
@@ -42,7 +42,8 @@ class RunLog:
 
     def read(self) -> list[dict[str, Any]]:
         written = (self._path.read_bytes() + self._unwritten).splitlines(keepends=True)
-        return [record for _, record in _records(self._path, written)]
+        found = read_records(self._path, written, are_metrics=True)
+        return [record for _, record in found]
 
     def _flush(self) -> None:
         try:
@@ -82,7 +83,7 @@ class NewRecords:
 
     def take(self) -> list[dict[str, Any]]:
         """Returns the records since the last call. An incomplete last line waits for its rest."""
-        return [record for _, record in _records(self._path, self._take_lines())]
+        return [record for _, record in read_records(self._path, self._take_lines())]
 
     def close(self) -> None:
         if self._file is not None:
@@ -114,13 +115,20 @@ class NewRecords:
         return self._file
 
 
-def _records(path: Path, lines: Iterable[bytes]) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Yields lines with their records, without damaged ones, such as the last of a killed process."""
+def read_records(
+    path: Path, lines: Iterable[bytes], *, are_metrics: bool = False
+) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Yields lines with their records, without damaged ones, such as the last of a killed process.
+
+    Metrics are numbers, or null.
+    """
+    kinds = (int, float, type(None)) if are_metrics else (object,)
     for number, line in enumerate(lines, 1):
         record = None
         with suppress(ValueError, RecursionError):
             record = json.loads(line) if line.endswith(b"}\n") else None
-        if isinstance(record, dict) and type(record.get("step")) is int:
+        is_whole = isinstance(record, dict) and type(record.get("step")) is int
+        if is_whole and all(isinstance(value, kinds) for value in record.values()):
             yield line, record
         else:
             logger.warning(f"{path}:{number} is damaged or incomplete, and is left out.")

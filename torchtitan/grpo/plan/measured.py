@@ -7,7 +7,6 @@ import json
 import math
 import statistics
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import numpy as np
 from torchtitan.grpo.command_line import ConfigError
 from torchtitan.grpo.command_line.reading import read_config
 from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.observe.run_log import read_records
 from torchtitan.grpo.plan import hardware
 from torchtitan.grpo.plan.system import Costs, Lengths
 from torchtitan.grpo.rollout.serving.server_state import COMPLETIONS_METRIC, SPEED_METRICS
@@ -63,10 +63,8 @@ def read_run(folder: Path) -> Measured:
     config = read_config(["--job.config_file", str(start)])
     environment = json.loads(start.with_name("environment.json").read_text())
     # Earlier starts may have had other settings and devices.
-    found = (
-        r for r in _records(folder / "metrics.jsonl") if r["step"] >= environment["first_step"]
-    )
-    steps = {record["step"]: record for record in found}
+    found = _records(folder / "metrics.jsonl", are_metrics=True)
+    steps = {r["step"]: r for r in found if r["step"] >= environment["first_step"]}
     records = [steps[step] for step in sorted(steps)]
     if len(records) < _FEWEST_STEPS:
         raise ConfigError(
@@ -144,12 +142,9 @@ def _loans(records: Sequence[Step]) -> dict[str, float]:
     return found
 
 
-def _records(file: Path) -> list[Step]:
-    found = []
-    for line in file.read_bytes().splitlines() if file.is_file() else ():
-        with suppress(ValueError):  # the last line of a killed run
-            found.append(json.loads(line))
-    return found
+def _records(file: Path, *, are_metrics: bool = False) -> list[Step]:
+    lines = file.read_bytes().splitlines(keepends=True) if file.is_file() else ()
+    return [record for _, record in read_records(file, lines, are_metrics=are_metrics)]
 
 
 def _mean(records: Sequence[Step], key: str) -> float:

@@ -40,12 +40,15 @@ class CheckpointWriter(FileSystemWriter):
         self._leads = is_coordinator
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        # No rank writes before the coordinator has made a plan for all.
-        if self._leads:
-            clear_folder(Path(self.path))
+        # No rank writes, or makes the folder, before the coordinator has made a plan for all.
+        if not self._leads:
+            return plan
+        Path(self.path).parent.mkdir(exist_ok=True)
+        clear_folder(Path(self.path))
         return super().prepare_local_plan(plan)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        self.fs.mkdir(self.path)
         written = super().write_data(plan, planner)
         self._files.write_sums(Path(self.path) / f"sums_{self.rank or 0}.json")
         return written
@@ -65,6 +68,9 @@ class _SummingFileSystem(FileSystem):
             summing = _SummingStream(stream)
             yield summing
         self._sums[Path(path).name] = summing.size, summing.crc
+
+    def mkdir(self, path: str | os.PathLike) -> None:
+        Path(path).mkdir(exist_ok=True)  # not its folder's, which may have been removed
 
     def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
         path, new_path = Path(path), Path(new_path)

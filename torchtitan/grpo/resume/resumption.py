@@ -28,6 +28,7 @@ from torchtitan.grpo.resume.kept_record import (
     states_in,
 )
 from torchtitan.grpo.run_folder.contents import describe_run, next_free_folder
+from torchtitan.grpo.system.files import damaged_files
 from torchtitan.grpo.training.lr_schedule import describe_shortened, schedule_of
 
 
@@ -196,7 +197,10 @@ def is_finished(config: JobConfig, start: Start) -> bool:
     folder = Path(config.job.dump_folder)
     export = folder / "hf" / f"step-{start.step}"
     ended = export.is_dir() and (folder / "summary.json").is_file()
-    return start.folder is not None and start.step >= config.training.steps and ended
+    if start.folder is None or start.step < config.training.steps or not ended:
+        return False
+    # One that was damaged is exported again. Text may have been edited, such as a chat template.
+    return not any(damaged_files(export, is_wanted=lambda name, _: name.endswith(".safetensors")))
 
 
 def describe_finished(config: JobConfig, start: Start) -> str:

@@ -15,6 +15,7 @@ from torchtitan.grpo.inference.answers import (
     first_bad_logprob,
     logprob_rule,
 )
+from torchtitan.grpo.rewards.reward_calls import LARGEST_REWARD
 from torchtitan.grpo.types import Generation, NewRows, Rollout, VersionSegment, columns_of
 
 
@@ -27,6 +28,15 @@ def rollout_problem(rollout: Rollout, *, vocab_size: int, row_len: int) -> str |
         completion_problem(rollout, vocab_size)
         or length_problem(len(prompt), rollout, row_len)
         or _rating_problem(rollout, vocab_size)
+        or reward_problem([rollout.reward, *rollout.reward_components.values()])
+    )
+
+
+def reward_problem(rewards: Sequence[float | None]) -> str | None:
+    if all(abs(reward) <= LARGEST_REWARD for reward in rewards if reward is not None):
+        return None
+    return (
+        f"rewards must be numbers between -{LARGEST_REWARD:g} and {LARGEST_REWARD:g}, got {rewards}"
     )
 
 

@@ -15,7 +15,6 @@ generating and waits for rank 0's stop message, at most ``grpo.stop_timeout_seco
 import asyncio
 import logging
 import os
-import signal
 import sys
 import time
 from collections import deque
@@ -40,6 +39,7 @@ from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher
 from torchtitan.grpo.rollout.session import RolloutSession
 from torchtitan.grpo.system.child import adopt_orphans, end_descendants
 from torchtitan.grpo.system.process_tuning import map_large_blocks, spare_collections
+from torchtitan.grpo.system.stop import stop_signals
 from torchtitan.grpo.system.waits import wait_at_most
 from torchtitan.grpo.types import ServerInfo
 
@@ -379,7 +379,7 @@ async def serve(directory: Path) -> NoReturn:
     config = msgspec.json.decode(text, type=RolloutProcessConfig)
     process = RolloutProcess(config, directory)
     loop = asyncio.get_running_loop()
-    for signum in (signal.SIGTERM, signal.SIGINT):
+    for signum in stop_signals():
         loop.add_signal_handler(signum, process.stop_with_parent)
     status = await process.run()
     end_descendants()

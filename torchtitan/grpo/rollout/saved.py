@@ -22,6 +22,7 @@ from torchtitan.grpo.rollout.codec import Packed, pack, unpack
 from torchtitan.grpo.rollout.completion_checks import (
     completion_problem,
     length_problem,
+    reward_problem,
     rollout_problem,
 )
 from torchtitan.grpo.rollout.ledger import CloseReason
@@ -92,6 +93,7 @@ def file_of(dump_folder: str, step: int) -> Path:
 def write_saved(path: Path, saved: SavedRollouts) -> None:
     packed = msgspec.msgpack.encode(pack(saved))
     sealed = {"crc32": zlib.crc32(packed), "packed": packed}
+    path.parent.mkdir(exist_ok=True)  # not its folder's, which may have been removed
     write_whole(path, msgspec.msgpack.encode(sealed))
 
 
@@ -220,23 +222,20 @@ def _problems(saved: SavedRollouts, vocab_size: int, row_len: int) -> Iterator[s
             yield f"group {group.group_id} has no rollout"
         for rollout in group.rollouts:
             problem = rollout_problem(rollout, vocab_size=vocab_size, row_len=row_len)
-            parts = (rollout.reward_components, rollout.reward_metrics)
-            rewards = [rollout.reward, *(value for part in parts for value in part.values())]
-            if problem := problem or _problem(rollout, saved.version, rewards):
+            if not all(map(math.isfinite, rollout.reward_metrics.values())):
+                problem = f"reward_metrics must be finite, got {rollout.reward_metrics}"
+            if problem := problem or _version_problem(rollout, saved.version):
                 yield f"in group {group.group_id}, {problem}"
     for unfinished in saved.unfinished:
         if unfinished.start_version > saved.version:
             yield f"group {unfinished.group_id} began after the checkpoint"
         for one in separated((*unfinished.generations, *unfinished.begun)):
             problem = completion_problem(one, vocab_size) or length_problem(0, one, row_len)
-            if problem := problem or _problem(one, saved.version, [one.environment_reward]):
+            problem = problem or reward_problem([one.environment_reward])
+            if problem := problem or _version_problem(one, saved.version):
                 yield f"in group {unfinished.group_id}, {problem}"
 
 
-def _problem(one: Generation, version: int, rewards: Sequence[float | None]) -> str | None:
+def _version_problem(one: Generation, version: int) -> str | None:
     newest = max(segment.version for segment in one.segments)
-    if newest > version:
-        return f"version {newest} is newer than the checkpoint"
-    if not all(math.isfinite(reward) for reward in rewards if reward is not None):
-        return f"rewards must be finite, got {rewards}"
-    return None
+    return f"version {newest} is newer than the checkpoint" if newest > version else None

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeGuard
 
-from torchtitan.grpo.errors import RunError
+from torchtitan.grpo.errors import FOLDER_LOST, RunError
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.run_folder.contents import describe_run
 from torchtitan.grpo.run_folder.launch import (
@@ -24,6 +24,7 @@ from torchtitan.grpo.run_folder.launch import (
 )
 from torchtitan.grpo.run_folder.replacing import earlier_runs, move_aside, restore_interrupted
 from torchtitan.grpo.system.folder_lock import LOCK_FILE, FolderLock, HeldFolders, living_holder
+from torchtitan.grpo.system.rank_status import claims_report
 
 _NOT_PERMITTED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
@@ -231,6 +232,7 @@ def _tell(text: str) -> None:
 
 
 def _leave(message: str) -> None:
-    """Ends this process at once, since another one writes where it would write."""
+    """Ends this process at once: what it would write would be lost, or spoil another run."""
     print(f"error: {message}", file=sys.stderr, flush=True)
-    os._exit(1)
+    claims_report(0)  # the other ranks of this host need not tell that this one has died
+    os._exit(FOLDER_LOST)

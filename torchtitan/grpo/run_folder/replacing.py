@@ -11,7 +11,8 @@
 A folder gets its next name in one rename. The new run writes nothing before the second name, and
 notes its launch after it (`launch.py`), so that its restarts never come here. Parts on other file
 systems, such as linked checkpoints, move to ``replaced-TIME`` beside them, named in
-``elsewhere.json``.
+``elsewhere.json``. A file of that name there names the run folder and TIME: nothing else that
+``elsewhere.json`` names, such as that of a copied run folder, is moved or removed.
 """
 
 import os
@@ -28,8 +29,9 @@ import msgspec
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.run_folder.contents import written
 from torchtitan.grpo.run_folder.launch import is_gone_on_with
-from torchtitan.grpo.system.files import sync_folder, write_whole
+from torchtitan.grpo.system.files import read_regular, sync_folder, write_whole
 from torchtitan.grpo.system.folder_lock import LOCK_FILE, FolderInUse, living_holder
+from torchtitan.grpo.system.logs import logger
 
 _ASIDE = re.compile(r"(replacing|replaced|kept|removing)-\d{8}-\d{6}-\d+")
 _ELSEWHERE = "elsewhere.json"
@@ -63,6 +65,8 @@ def move_aside(config: JobConfig, *, keep: bool) -> Path | None:
         if others:
             places = {str(root): str(place) for root, place in others.items()}
             write_whole(moving / _ELSEWHERE, msgspec.json.encode(places))
+            for place in others.values():
+                write_whole(place / _ELSEWHERE, _mark(moving))
         for path, root, relative in items:
             if os.path.lexists(path):  # not yet moved under another name
                 _move(path, (moving if root is None else others[root]) / relative)
@@ -138,9 +142,29 @@ def _restore(aside: Path, root: Path) -> None:
 
 def _elsewhere(aside: Path) -> Iterator[tuple[Path, Path]]:
     """Yields new and old places of an earlier run's parts on other file systems."""
-    with suppress(OSError):
-        places = msgspec.json.decode((aside / _ELSEWHERE).read_bytes(), type=dict[str, str])
-        yield from ((Path(place), Path(root)) for root, place in places.items())
+    file = aside / _ELSEWHERE
+    try:
+        places = msgspec.json.decode(file.read_bytes(), type=dict[str, str])
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError) as error:
+        logger.warning(f"{file} cannot be read ({error}), so parts of that run may stay elsewhere.")
+        return
+    for root, place in places.items():
+        found = None
+        with suppress(OSError, ValueError):
+            found = read_regular(Path(place, _ELSEWHERE))
+        if found == _mark(aside):
+            yield Path(place), Path(root)
+        elif os.path.lexists(place):
+            logger.warning(
+                f"{place} stays as it is: {file} names it, but it has no {_ELSEWHERE} that says the same, "
+                "as where a run folder was copied or moved."
+            )
+
+
+def _mark(aside: Path) -> bytes:
+    return f"{aside.parent.resolve()} {aside.name.partition('-')[2]}".encode()
 
 
 class Removal:

@@ -4,11 +4,14 @@
 """``torchtitan.grpo.run``: the run of ``torchtitan-grpo train``, from a Python script or a notebook."""
 
 import codecs
+import contextlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -99,7 +102,7 @@ class Run:
     Iterating over it yields the metrics of each step while it runs, as in ``metrics.jsonl``. The
     processes of the run end, in order as after Ctrl-C, when the loop is left, by an exception as
     well, at :meth:`close`, at the end of a ``with`` block, with the object, with the thread that
-    started it, and with the interpreter.
+    started it, and with the interpreter, but not with a process that the script forks.
 
     Attributes:
         folder: ``job.dump_folder``, absolute.
@@ -110,12 +113,18 @@ class Run:
         self.folder = self._start_folder / config.job.dump_folder
         self._steps = NewRecords(self.folder / "metrics.jsonl")
         self._console = _Console(self._start_folder / log_file, quiet=quiet)
-        self._child = start_child(
-            [sys.executable, str(_PROGRAM), "train", *words], log_file=self._console.file
-        )
-        self._was_closed = False
+        self._was_closed, self._owner = False, os.getpid()
         self._end_seconds = seconds = config.grpo.stop_timeout_seconds + _MARGIN_SECONDS
-        self._unless_closed = weakref.finalize(self, _end_forgotten, self._child, seconds)
+        command = [sys.executable, str(_PROGRAM), "train", *words]
+        try:
+            with _ctrl_c_held_back():  # or what has been started would have no owner
+                self._child = start_child(command, log_file=self._console.file)
+                self._unless_closed = weakref.finalize(
+                    self, _end_forgotten, self._child, seconds, self._owner
+                )
+        except KeyboardInterrupt:
+            self.close()
+            raise
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Yields each step's metrics, null ones as None; raises RunError if the run fails."""
@@ -153,8 +162,11 @@ class Run:
     def close(self) -> None:
         """Ends the run if it has not ended, with a checkpoint if ``checkpoint.enable`` is set.
 
-        It has ``grpo.stop_timeout_seconds`` for that, and is then killed.
+        It has ``grpo.stop_timeout_seconds`` for that, and is then killed. A forked process, which
+        shares the files with its parent, ends and reads nothing.
         """
+        if os.getpid() != self._owner:
+            return
         self._was_closed = self._was_closed or self._child.poll() is None
         self._end()
         self._console.show()
@@ -225,7 +237,10 @@ class _Console:
 
     def reason(self) -> str:
         """Returns the error that the run printed, or its last lines."""
-        content = self.file.read_bytes()
+        # The open file may have been removed with its folder.
+        with self.file.open("rb") if self._stream.closed else self._stream as stream:
+            stream.seek(0)
+            content = stream.read()
         begin = self._begin if self._begin <= len(content) else 0
         text = content[begin:].decode(errors="replace").strip()
         if found := re.search(r"^error: ", text, re.MULTILINE):
@@ -236,7 +251,25 @@ class _Console:
         self._stream.close()
 
 
-def _end_forgotten(child: subprocess.Popen, seconds: float) -> None:
+@contextlib.contextmanager
+def _ctrl_c_held_back() -> Iterator[None]:
+    """Lets Ctrl-C wait for the end of the block; only the main thread can be interrupted by it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    held = list[int]()
+    handler = signal.signal(signal.SIGINT, lambda signum, _: held.append(signum))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if held:
+            signal.raise_signal(signal.SIGINT)
+
+
+def _end_forgotten(child: subprocess.Popen, seconds: float, owner: int) -> None:
+    if os.getpid() != owner:
+        return
     if child.poll() is None:
         print(
             "A run is ended, because the script ends or has let go of it. Keep what run() returns: loop over "

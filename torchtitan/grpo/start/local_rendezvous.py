@@ -12,6 +12,8 @@ Torchrun finds it by the entry point ``torchrun.handlers``.
 """
 
 import contextlib
+import os
+import signal
 
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import (
@@ -23,8 +25,10 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from torchtitan.grpo.system.groups import listening_store
+from torchtitan.grpo.system.stop import stop_signals
 
 BACKEND = "torchtitan_grpo"
+_HANDLED = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 _LOOPBACK = "127.0.0.1"
 _TIMEOUT_SECONDS = 300.0
 
@@ -46,6 +50,12 @@ class LocalRendezvous(RendezvousHandler):
                 f"out, got {params.min_nodes}:{params.max_nodes} and {params.endpoint!r}. "
                 "docs/security.md tells what to do on several hosts."
             )
+        # Torchrun would pass SIGHUP on, also under nohup; to rank 0 it may mean something else.
+        handled = os.environ.get(_HANDLED, "")
+        if "SIGHUP" in handled:
+            os.environ[_HANDLED] = handled.replace("SIGHUP", "SIGTERM")
+            if signal.SIGHUP in stop_signals():
+                signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
         return cls(params.run_id)
 
     def next_rendezvous(self) -> RendezvousInfo:

@@ -15,6 +15,7 @@ from typing import NoReturn
 
 from torchtitan.grpo.command_line import ConfigError, without_torch
 from torchtitan.grpo.run_folder.launch import LAUNCH_VARIABLE
+from torchtitan.grpo.system.logs import outlive_readers
 from torchtitan.grpo.system.network import address_of, interface_of, is_loopback, source_address
 from torchtitan.grpo.system.private_folders import make_private_folder, remove_private_folder
 from torchtitan.grpo.system.waits import Reminders
@@ -293,6 +294,7 @@ def say(text: str) -> None:
 
 
 def main() -> None:
+    outlive_readers()
     try:
         status = run_node(parse(sys.argv[1:], os.environ))
     except ConfigError as error:

@@ -30,8 +30,8 @@ from torchtitan.grpo.start import local_rendezvous
 from torchtitan.grpo.system.cores import share_cores
 from torchtitan.grpo.system.private_folders import make_private_folder, remove_private_folder
 from torchtitan.grpo.system.rank_status import REPORTED_FILE, read_status
+from torchtitan.grpo.system.stop import stop_signals
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Added to the time that ranks have to end, since they report and close after it.
 _MARGIN_SECONDS = 10
 UNUSED_SIGNAL = "SIGQUIT"
@@ -99,7 +99,9 @@ def run_agent(
     _pass_on_signals()
     try:
         with respecting_final_statuses():
-            elastic_launch(config, sys.executable)("-u", "-m", "torchtitan.grpo_train", *arguments)
+            # With -P, no file of the current folder, such as a random.py, shadows a module.
+            words = ("-u", "-P", "-m", "torchtitan.grpo_train", *arguments)
+            elastic_launch(config, sys.executable)(*words)
     except SignalException as error:
         return 128 + error.sigval
     except ChildFailedError as error:
@@ -109,14 +111,16 @@ def run_agent(
 
 def _pass_on_signals() -> None:
     """Makes the first signal raise the agent's exception, with which it ends the ranks."""
+    handled = stop_signals()
 
     def handle(signum: int, frame: FrameType | None) -> None:
-        for each in _SIGNALS:
+        for each in handled:
             signal.signal(each, signal.SIG_IGN)
-        name = signal.Signals(signum)
+        # To rank 0, SIGHUP may mean something else (inference.urls_file).
+        name = signal.Signals(signum if signum == signal.SIGINT else signal.SIGTERM)
         raise SignalException(f"{name.name} received", sigval=name)
 
-    for signum in _SIGNALS:
+    for signum in handled:
         signal.signal(signum, handle)
 
 

@@ -43,11 +43,7 @@ def body_seconds(num_bytes: int, most: float = _BODY_SECONDS) -> float:
 def raise_descriptor_limit(max_connections: int) -> int:
     """Raises the limit of open files as far as possible; returns how many connections fit."""
     wanted = max_connections + _OTHER_DESCRIPTORS
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
+    if (soft := raise_file_limit(wanted)) >= wanted:
         return max_connections
     fitting = max(1, soft - _OTHER_DESCRIPTORS)
     logger.warning(
@@ -56,6 +52,16 @@ def raise_descriptor_limit(max_connections: int) -> int:
         soft,
     )
     return fitting
+
+
+def raise_file_limit(wanted: int) -> int:
+    """Raises the limit of open files as far as possible; returns it, at most ``wanted``."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return wanted
+    soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return soft
 
 
 class ConnectionLimits:

@@ -12,7 +12,8 @@ every few seconds as a sign of life. Whoever finds the file decides so:
                                                locks across hosts; over once they have stopped
     the file system has no locks               the same
 
-A holder that comes back after a silence may find that the lock is another's, and must end.
+A holder that comes back after a silence may find that the lock is another's, and must end. So must
+one whose folder was removed or moved.
 """
 
 import contextlib
@@ -34,7 +35,7 @@ from torchtitan.grpo.errors import RunError
 from torchtitan.grpo.system.network import boot_id
 
 LOCK_FILE = "run.lock"
-BEAT_SECONDS = 5.0
+BEAT_SECONDS = 1.0
 SILENCE_SECONDS = 30.0
 """Silence after which a holder counts as ended, where only signs of life can tell."""
 
@@ -96,7 +97,7 @@ class FolderLock:
             launch=launch,
             token=secrets.token_hex(8),
         )
-        self._descriptor = -1
+        self._descriptor = self._folder = -1
         self._last_sign: tuple[Holder | None, int, int] | None = None
         self._last_heard, self._is_heard = 0.0, False
 
@@ -106,6 +107,9 @@ class FolderLock:
         The wait, which begins with ``tell``, is at least ``SILENCE_SECONDS`` for a holder that may
         have ended.
         """
+        # While it is open, no other folder gets its number.
+        self._folder = os.open(self.file.parent, os.O_RDONLY | os.O_DIRECTORY)
+        _descriptors.add(self._folder)
         begin, is_told = time.monotonic(), False
         while (found := self._attempt()) is not None:
             holder, is_sure = found
@@ -124,7 +128,7 @@ class FolderLock:
             if not stat.S_ISREG(status.st_mode):
                 raise OSError(errno.EINVAL, "is no regular file", str(self.file))
             locked = _try_flock(descriptor)
-            if not self._names(descriptor):  # given back, or taken over, at this moment
+            if not _is_same(self.file, descriptor):  # given back, or taken over, at this moment
                 return self._attempt()
             holder = _read_holder(descriptor)
             is_silent = self._is_silent(holder, status)
@@ -165,12 +169,6 @@ class FolderLock:
             return False
         return holder.launch == self._own.launch
 
-    def _names(self, descriptor: int) -> bool:
-        try:
-            return os.path.samestat(os.fstat(descriptor), os.stat(self.file))
-        except FileNotFoundError:
-            return False
-
     def _write(self, descriptor: int) -> None:
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, msgspec.json.encode(self._own) + b"\n", 0)
@@ -188,13 +186,22 @@ class FolderLock:
             f"{self.file} says. {life}Either {end}, or choose another folder."
         )
 
-    def beat(self) -> Holder | None:
-        """Gives a sign of life; returns another holder if the lock has been taken over."""
+    def beat(self) -> str | None:
+        """Gives a sign of life; returns why this process no longer has the folder, if so."""
         with contextlib.suppress(OSError):
+            if not _is_same(self.file.parent, self._folder):
+                return (
+                    f"{self._setting} was removed or moved while this process wrote there. It ends, "
+                    "since what it would still write would be lost, or would meet another run there."
+                )
             found = peek(self.file)
             if found is not None and found.token and found != self._own:
-                return found
-            if found != self._own and self._names(self._descriptor):
+                return (
+                    f"{self.file} was taken over by {found}: it was removed, or this process gave no "
+                    f"sign of life for {SILENCE_SECONDS:.0f} s. This process ends, since two would spoil "
+                    "the folder."
+                )
+            if found != self._own and _is_same(self.file, self._descriptor):
                 self._write(self._descriptor)  # somebody has spoilt the file
             os.utime(self._descriptor)
         return None
@@ -202,13 +209,27 @@ class FolderLock:
     def release(self) -> None:
         """Further calls do nothing."""
         descriptor, self._descriptor = self._descriptor, -1
+        if self._folder >= 0:
+            _close(self._folder)
+            self._folder = -1
         if descriptor < 0:
             return
         with contextlib.suppress(OSError):
-            if self._names(descriptor) and _read_holder(descriptor) == self._own:
+            if _is_same(self.file, descriptor) and _read_holder(descriptor) == self._own:
                 self.file.unlink()
-        _descriptors.discard(descriptor)
-        os.close(descriptor)
+        _close(descriptor)
+
+
+def _close(descriptor: int) -> None:
+    _descriptors.discard(descriptor)
+    os.close(descriptor)
+
+
+def _is_same(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 def peek(file: Path) -> Holder | None:
@@ -267,7 +288,7 @@ def _try_flock(descriptor: int, mode: int = fcntl.LOCK_EX) -> bool | None:
 class HeldFolders:
     """Locks of this process, and the thread that gives their signs of life.
 
-    If another process takes one over, that thread calls ``on_lost`` with a message.
+    If one is lost, that thread calls ``on_lost`` with a message.
     """
 
     def __init__(
@@ -291,12 +312,8 @@ class HeldFolders:
     def _run(self) -> None:
         while not self._end.wait(BEAT_SECONDS):
             for lock in self._locks:
-                if (holder := lock.beat()) is not None:
-                    self._on_lost(
-                        f"{lock.file} was taken over by {holder}, because this process gave no sign "
-                        f"of life for {SILENCE_SECONDS:.0f} s. It ends, since two would spoil the "
-                        "folder."
-                    )
+                if (lost := lock.beat()) is not None:
+                    self._on_lost(lost)
                     return
 
     def _release(self) -> None:

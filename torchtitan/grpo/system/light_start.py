@@ -13,9 +13,11 @@ import os
 import sys
 
 if __name__ == "__main__":
-    # Before any other import, the launcher's own folder leaves the search path, so that no module
-    # of it can shadow one of the standard library.
-    sys.path[0] = os.getcwd()
+    # Before any other import, so that no file of the launcher's own folder, or of the current one,
+    # shadows a module of the standard library or an installed one.
+    if not sys.flags.safe_path:
+        del sys.path[0]
+    sys.path.append(os.getcwd())
 
 import importlib.util
 import runpy

@@ -3,9 +3,12 @@
 
 """The logger of this project and of torchtitan, which is Python's root logger."""
 
+import contextlib
+import io
 import logging
 import os
 import sys
+from typing import Any
 
 logger = logging.getLogger()
 
@@ -19,3 +22,22 @@ def init_logger() -> None:
     logger.handlers[:] = [handler]
     logger.setLevel(logging.INFO)
     os.environ["KINETO_LOG_LEVEL"] = "5"  # silences torch's profiler
+
+
+class _LastingFile(io.FileIO):
+    """Loses what a closed terminal, a reader that has ended or a full disk does not take."""
+
+    def write(self, data: Any, /) -> int | None:
+        try:
+            return super().write(data)
+        except OSError:
+            return len(data)
+
+
+def outlive_readers() -> None:
+    """Makes prints of this process fail no longer: a run does not depend on who reads its output."""
+    for name in ("stdout", "stderr"):
+        with contextlib.suppress(OSError, AttributeError):  # closed, or no file
+            old = getattr(sys, name)
+            raw = io.BufferedWriter(_LastingFile(old.fileno(), "w", closefd=False))
+            setattr(sys, name, io.TextIOWrapper(raw, old.encoding, old.errors, line_buffering=True))

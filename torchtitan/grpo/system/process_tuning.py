@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Priority, memory and garbage collection of processes with event loops that run for weeks."""
+"""Priority, memory, files and garbage collection of processes with event loops that run for weeks."""
 
 import contextlib
 import ctypes
@@ -9,6 +9,9 @@ import gc
 import logging
 import os
 import sys
+
+from torchtitan.grpo.errors import RunError
+from torchtitan.grpo.system.connections import raise_file_limit
 
 logger = logging.getLogger(__name__)
 
@@ -18,6 +21,7 @@ _SWITCH_SECONDS = 0.0005
 _M_MMAP_THRESHOLD = -3  # from glibc's malloc.h
 # Size of the blocks into which asyncio receives (`max_size` of its socket transports).
 _RECEIVED_BYTES = 256 << 10
+_LEAST_FILES, _FILES_OF_RUN = 1024, 4096
 
 
 def yield_to_training() -> None:
@@ -72,3 +76,12 @@ def spare_collections() -> None:
     gc.freeze()
     young, middle, old = gc.get_threshold()
     gc.set_threshold(young, middle, 10 * old)
+
+
+def require_open_files() -> None:
+    """Raises the limit of open files, which children inherit, or RunError if that is too low."""
+    if (limit := raise_file_limit(_FILES_OF_RUN)) < _LEAST_FILES:
+        raise RunError(
+            f"A run must be allowed to open {_LEAST_FILES} files at once, for its connections, got "
+            f"{limit} (ulimit -Hn). Raise the limit of this shell or user, such as with ulimit -n 4096."
+        )

@@ -91,6 +91,21 @@ def _open_file() -> int | None:
         return None
 
 
+def claims_report(lost_rank: int) -> bool:
+    """Returns whether this process is the first of its host that would report the loss of a rank."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not file:
+        return int(os.environ.get("RANK", "0")) == (1 if lost_rank == 0 else 0)
+    try:
+        # The ranks of an attempt have a folder each in that of the attempt.
+        (Path(file).parent.parent / REPORTED_FILE).open("x").close()
+    except FileExistsError:
+        return False
+    except OSError:  # the agent has removed its folder; twice is better than never
+        return True
+    return True
+
+
 def read_status(folder: Path) -> Status | None:
     try:
         return msgspec.json.decode((folder / STATUS_FILE).read_bytes(), type=Status)

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Handles Ctrl-C and SIGTERM: the run ends in order, and within a bounded time."""
+"""Handles Ctrl-C, SIGTERM and SIGHUP: the run ends in order, and within a bounded time."""
 
 import math
 import os
@@ -15,17 +15,24 @@ from types import FrameType
 
 from torchtitan.grpo.system.logs import logger
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # Interval at which a rank checks that torchrun is still running.
 _AGENT_POLL_SECONDS = 1.0
 
 
-class StopRequest:
-    """Turns SIGINT and SIGTERM into a flag, ``signum``, that the training loop reads.
+def stop_signals() -> tuple[signal.Signals, ...]:
+    """Returns what asks this process to end: SIGHUP as well, unless it is ignored (``nohup``)."""
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        return signal.SIGINT, signal.SIGTERM
+    return signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 
-    A rank may get one from the terminal and one from torchrun, so further ones do nothing. The
-    death of torchrun counts as SIGTERM, since nothing else would end its ranks. A process that
-    still runs ``timeout_seconds`` later is ended, and with it its children.
+
+class StopRequest:
+    """Turns stop signals into a flag, ``signum``, that the training loop reads.
+
+    SIGHUP, as from a closed terminal, counts as SIGTERM, and so does the death of torchrun, since
+    nothing else would end its ranks. A rank may get one from the terminal and one from torchrun, so
+    further ones do nothing. A process that still runs ``timeout_seconds`` later is ended, and with it
+    its children.
 
     Python runs handlers on the main thread, which may be inside a collective that waits for a dead
     rank. But the interpreter also writes the signal to a pipe, whose reader starts the clock.
@@ -42,7 +49,7 @@ class StopRequest:
         self._pipe, write_end = os.pipe()
         os.set_blocking(write_end, False)
         signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-        for signum in _SIGNALS:
+        for signum in stop_signals():
             signal.signal(signum, self._handle)
         threading.Thread(target=self._watch, name="stop-watch", daemon=True).start()
 
@@ -71,11 +78,14 @@ class StopRequest:
     def on_hangup(self, callback: Callable[[], None]) -> None:
         """Makes SIGHUP to this process call back on another thread; one to torchrun ends all ranks."""
         self._on_hangup = callback
-        # With any Python handler, the interpreter writes to the pipe that the other thread reads.
-        signal.signal(signal.SIGHUP, lambda *_: None)
+        signal.signal(signal.SIGHUP, self._handle)  # under nohup it was ignored
         logger.info("To read inference.urls_file again at once: kill -HUP %d", os.getpid())
 
     def _handle(self, signum: int, frame: FrameType | None = None) -> None:
+        if signum == signal.SIGHUP:
+            if self._on_hangup is not None:
+                return
+            signum = signal.SIGTERM
         if self.signum is None:
             self.signum, self._signaled_at = signum, time.monotonic()
 
@@ -83,10 +93,10 @@ class StopRequest:
         while not self.requested:
             if select.select([self._pipe], [], [], _AGENT_POLL_SECONDS)[0]:
                 for signum in os.read(self._pipe, 64):
-                    if signum in _SIGNALS:
-                        self._handle(signum)
-                    elif signum == signal.SIGHUP and self._on_hangup is not None:
+                    if signum == signal.SIGHUP and self._on_hangup is not None:
                         self._on_hangup()
+                    elif signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                        self._handle(signum)
             elif self._has_agent and os.getppid() != self._parent:
                 self._handle(signal.SIGTERM)
         time.sleep(self.timeout_seconds)

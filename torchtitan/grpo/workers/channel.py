@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import msgspec
 
+from torchtitan.grpo.system.stop import stop_signals
+
 if TYPE_CHECKING:
     from torchtitan.grpo.types import Prompt
 
@@ -87,10 +89,11 @@ class WorkerChannel(Generic[Request]):
 
     def __init__(self, decode: Callable[[bytes], Request]) -> None:
         self._decode = decode
-        # Cluster managers send SIGTERM to all processes of a job at once. What is being computed then
+        # Cluster managers send signals to all processes of a job at once. What is being computed then
         # belongs to the checkpoint with which the run stops, and the owner ends this process after it.
         # A handler, because a program that user code starts would inherit that a signal is ignored.
-        signal.signal(signal.SIGTERM, lambda *_: None)
+        for signum in stop_signals():
+            signal.signal(signum, lambda *_: None)
         self._requests = os.fdopen(os.dup(0), "rb")
         self._replies = os.fdopen(os.dup(1), "wb")
         self._lock = threading.Lock()

@@ -9,6 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from torchtitan.grpo.observe.report import (
+    RunOutcome,
+    numbers_of,
+    summarize,
+    summarize_supervised,
+)
 from torchtitan.grpo.observe.run_log import NewRecords, RunLog
 
 
@@ -55,6 +61,26 @@ def test_a_line_that_is_damaged_is_told_and_the_others_are_kept(tmp_path: Path, 
     assert [record["step"] for record in log.read()] == ([1, 3] if line.endswith(b"\n") else [1])
     log.close()
     assert f"{path}:2 is damaged or incomplete, and is left out." in caplog.messages
+
+
+@pytest.mark.parametrize("value", ['"0.5"', "[0.5]", '{"mean": 0.5}', '"inf"', "{}"])
+def test_metrics_that_are_no_numbers_are_told_and_left_out(tmp_path: Path, caplog, value):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(
+        '{"step": 1, "reward/mean": 1e999}\n'
+        f'{{"step": 2, "reward/mean": {value}}}\n'
+        '{"step": 3, "reward/mean": null}\n'
+        f'{{"step": 4, "reward/mean": {10**400}}}\n'
+    )
+    log = RunLog(path, 4)
+    steps = log.read()
+    log.close()
+    assert [record["step"] for record in steps] == [1, 3, 4]
+    assert f"{path}:2 is damaged or incomplete, and is left out." in caplog.messages
+    assert numbers_of(steps, "reward/mean") == []
+    outcome = RunOutcome(4, 1.0, 4, 0, tmp_path)
+    for describe in (summarize, summarize_supervised):  # other keys may be missing
+        assert describe(outcome, steps, [{"step": 1}]), "the end of a run is not lost"
 
 
 def test_a_resumed_run_continues_its_records_where_the_checkpoint_was(tmp_path):

@@ -302,6 +302,14 @@ def test_a_layout_that_fixes_the_ranks_is_changed_with_them() -> None:
     assert moved(plan, config, Split(2, 1)).words == words
 
 
+@pytest.mark.parametrize("value", ["1.0", [1.0], {"x": 1}])
+def test_a_step_that_was_changed_is_told_and_left_out(run_of, caplog, value) -> None:
+    records: list[dict] = [record_of(step) for step in range(1, 21)]
+    records[9]["time/step_seconds"] = value
+    assert read_run(run_of(records)).num_steps == 16  # of 19, without those of the warm-up
+    assert "metrics.jsonl:10 is damaged" in caplog.text
+
+
 def test_only_the_last_start_counts(run_of) -> None:
     records = [record_of(step) | {"time/wait_data_seconds": 0.0} for step in range(1, 11)]
     measured = read_run(run_of([*records, *map(record_of, range(11, 21))], first_step=11))

@@ -28,6 +28,7 @@ from torchtitan.grpo.resume.resumption import (
     plan_start,
 )
 from torchtitan.grpo.run_folder.launch import LAUNCH_VARIABLE
+from torchtitan.grpo.system.files import sums_of, write_sums
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -257,6 +258,21 @@ def test_a_run_is_finished_when_its_steps_its_export_and_its_summary_are_there(w
     assert "is finished: it has taken 150 steps" in describe_finished(config, start)
     assert not is_finished(world.config("--training.steps=200"), start)
     assert not is_finished(config, replace(start, folder=None))
+    export = world.folder / "run/hf/step-150"
+    names = ("model.safetensors", "config.json")
+    for name in names:
+        (export / name).write_text("as it was")
+    write_sums(export / "sums_export.json", sums_of(export / name for name in names))
+    (export / "config.json").write_text("edited by the user")
+    assert is_finished(config, start)
+    for damage in ("as it is", "as it was, and more", None):
+        weights = export / "model.safetensors"
+        weights.unlink() if damage is None else weights.write_text(damage)
+        assert not is_finished(config, start), "it is exported again"
+    weights.write_text("as it was")
+    assert is_finished(config, start)
+    (export / "sums_export.json").write_text("{")
+    assert not is_finished(config, start)
 
 
 @pytest.mark.parametrize("damaged", [".metadata", "data", "record"])

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 
 import os.path
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from torchtitan.grpo.rewards.reward_loading import (
     missing_arguments,
     short_names,
 )
+from torchtitan.grpo.system.light_start import LIGHT_PYTHON
 
 
 def test_a_function_is_found_by_its_name_its_module_or_its_file(tmp_path: Path):
@@ -30,6 +32,24 @@ def test_a_function_is_found_by_its_name_its_module_or_its_file(tmp_path: Path):
         broken.write_text(source)
         with pytest.raises(ValueError, match=error):
             load_function(f"{broken}:reward")
+
+
+@pytest.mark.parametrize(
+    "shadow", ["random", "logging", "tokenizers", "numpy", "typing", "asyncio"]
+)
+@pytest.mark.parametrize("path", ["own:reward", "own.py:reward"])
+def test_a_function_finds_its_neighbours_and_they_shadow_nothing(tmp_path, shadow, path):
+    (tmp_path / f"{shadow}.py").write_text("raise SystemExit('shadowed')\n")
+    (tmp_path / "neighbour.py").write_text(f"import {shadow}\nVALUE = {shadow}.__file__\n")
+    (tmp_path / "own.py").write_text("import neighbour\ndef reward(): return neighbour.VALUE\n")
+    (tmp_path / "program.py").write_text(
+        "import sys\nfrom torchtitan.grpo.functions import load_function\n"
+        "print(load_function(sys.argv[1], 'x', [])())\n"
+    )
+    command = [*LIGHT_PYTHON, "program", path]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert not Path(done.stdout.strip()).is_relative_to(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,8 @@ BAD = [
         [], [(0, 0, 1)], [(0, 1, 2)], [(0, 0, 3)], [(0, 0, 1), (0, 0, 2)], [(-2, 0, 2)],
         [(0, 0, 2), (0, 2, 2)], [(0, 0, -2), (0, -2, 2)],
     ),
+    *cases("rewards must be numbers between -1e+12 and 1e+12", "reward", 1e30, -1e13, math.nan, math.inf),
+    *cases("rewards must be numbers", "reward_components", {"exact": 1e30}, {"exact": -math.inf}),
     *cases("num_context must be in [0, 0], got 1", "num_context", 1),
     *cases("new_rows must be ascending places", "new_rows", ((1, 1),), ((-1, 1),)),
     (

@@ -94,6 +94,12 @@ WRONG = {
     "too many tokens for a row": some(None, vars(generation(9)) | {"sampled": None}),
     "an infinite reward": some({"reward": np.inf}),
     "a part of the reward that is none": some({"reward_components": {"exact": np.nan}}),
+    "a reward that no function may give": some({"reward": 1e30}),
+    "a large negative reward": some({"reward": -1.1e12}),
+    "a large part of the reward": some({"reward_components": {"exact": 0.5, "long": 1e30}}),
+    "a logged value that is none": some({"reward_metrics": {"length": np.nan}}),
+    "a large reward of an environment": some(None, {"environment_reward": 1e30}),
+    "a reward of an environment that is none": some(None, {"environment_reward": np.nan}),
     "an infinite reward of an environment": some(None, {"environment_reward": -np.inf}),
     "a prompt that is forgotten": replace(some(), progress=PromptProgress(9, (6,))),
     "a prompt that is open and closed": replace(some(), progress=PromptProgress(9, (6, 7, 8))),
@@ -110,7 +116,9 @@ WRONG = {
 
 @pytest.mark.parametrize("what", WRONG)
 def test_kept_rollouts_must_pass_what_a_server_s_answer_must_pass(what):
-    for fine in (some(), some(RATED), some(None, {"num_context": 1})):
+    large = {"reward": -1e12, "reward_metrics": {"nanoseconds": 1e18}}
+    unscored = {"reward": None, "reward_components": {}}
+    for fine in (some(), some(RATED), some(None, {"num_context": 1}), some(large), some(unscored)):
         check(fine)
     with pytest.raises(SavedRolloutsError):
         check(WRONG[what])

@@ -255,6 +255,76 @@ def test_a_replaced_run_is_removed_once_the_next_one_has_begun(tmp_path, monkeyp
     assert has_begun(folder)
 
 
+NOT_OURS: dict[str, Callable[[Path], object]] = {
+    "a folder of the user": lambda victim: str(victim),
+    "a folder with another mark": lambda victim: (
+        (victim / "elsewhere.json").write_text("/x 20261128-000000-000001"), str(victim)
+    )[1],
+    "a link to it": lambda victim: (victim.with_name("link").symlink_to(victim), f"{victim}/../link")[1],
+    "a file": lambda victim: str(victim / "precious"),
+    "a path that does not exist": lambda victim: str(victim / "none"),
+    "no path": lambda victim: "",
+    "a nul": lambda victim: "a\0b",
+    "a number": lambda victim: 5,
+    "nested": lambda victim: {"x": str(victim)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("state", ["removing", "replacing"])
+@pytest.mark.parametrize("names", NOT_OURS)
+def test_what_another_program_names_is_neither_removed_nor_moved(
+    tmp_path, monkeypatch, caplog, names, state
+):
+    (victim := tmp_path / "victim").mkdir()
+    (victim / "precious").write_text("x")
+    folder = tmp_path / "run"
+    aside = folder / f"{state}-20261128-000000-000001"
+    aside.mkdir(parents=True)
+    named = NOT_OURS[names](victim)
+    (aside / "elsewhere.json").write_text(json.dumps({str(tmp_path / "x"): named}))
+    of_launch(monkeypatch, "first")
+    start(make_config(folder))
+    assert (victim / "precious").read_text() == "x"
+    assert not (tmp_path / "x").exists()
+    assert not earlier_runs(str(folder), "removing", "replacing")
+    is_told = names not in ("a path that does not exist", "no path", "a nul")
+    assert len([r for r in caplog.records if r.levelname == "WARNING"]) == is_told
+
+
+@pytest.mark.parametrize("state", ["removing", "replacing"])
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", b"null", b'{"/x": null}'])
+def test_a_damaged_note_is_told_and_keeps_no_run_from_starting(
+    tmp_path, monkeypatch, caplog, content, state
+):
+    folder = tmp_path / "run"
+    aside = folder / f"{state}-20261128-000000-000001"
+    aside.mkdir(parents=True)
+    (aside / "elsewhere.json").write_bytes(content)
+    of_launch(monkeypatch, "first")
+    start(make_config(folder))
+    (told,) = [r.message for r in caplog.records if r.levelname == "WARNING"]
+    assert "elsewhere.json cannot be read" in told
+
+
+def test_a_copied_run_folder_leaves_the_parts_of_the_first_alone(tmp_path, monkeypatch, caplog):
+    """Its link to checkpoints, and its note of where replaced ones are, are copied as well."""
+    folder, copy = tmp_path / "run", tmp_path / "copy"
+    write_old(folder, "elsewhere")
+    of_launch(monkeypatch, "first")
+    failed = RunFolder(make_config(folder))
+    failed.begin()
+    failed.close(failed=True)
+    (parts,) = (tmp_path / "elsewhere").glob("replaced-*")
+    shutil.copytree(folder, copy, symlinks=True)
+    of_launch(monkeypatch, "second")
+    start(make_config(copy))
+    assert (parts / "step-4/.metadata").is_file()
+    assert f"{parts} stays as it is: {copy}/" in caplog.text
+    of_launch(monkeypatch, "third")
+    start(make_config(folder))
+    assert not parts.exists(), "the run whose they are removes them"
+
+
 @pytest.mark.parametrize(("count", "note"), [(1, '{"launch": "old"}'), (0, "{")])
 def test_what_may_be_of_an_earlier_attempt_is_kept(tmp_path, monkeypatch, capsys, count, note):
     folder = tmp_path / "run"

@@ -4,6 +4,9 @@
 """``torchtitan.grpo.run`` up to the start of the run: what it takes, refuses and writes."""
 
 import functools
+import gc
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -18,8 +21,10 @@ from torchtitan.grpo import Run, RunError, run
 from torchtitan.grpo.config import Reward
 from torchtitan.grpo.rewards.reward_loading import short_names
 from torchtitan.grpo.rewards.scoring_pool import RewardPool
+from torchtitan.grpo.start import from_python
 from torchtitan.grpo.start.from_python import _read, _tables, _words
 from torchtitan.grpo.start.function_files import FunctionFiles
+from torchtitan.grpo.system import child
 from torchtitan.grpo.types import Prompt
 
 PROMPT = Prompt(0, "2+2=", np.array([1], np.int32), {"answer": "4"})
@@ -100,6 +105,80 @@ def test_a_run_that_nobody_keeps_is_ended_with_a_message(repository, tmp_path, c
     ):
         kept.result()
     assert capsys.readouterr() == ("", "")
+
+
+# What a forked process does with its copy of the run: none of it is the run's end.
+FORKED = {
+    "exits": lambda run: sys.exit(0),
+    "closes": lambda run: run.close(),
+    "leaves a loop": lambda run: [None for _ in zip([0], run)],  # noqa: B905
+    "leaves a block": lambda run: run.__exit__(None, None, None),
+    "collects": lambda run: gc.collect(),
+    "fails": lambda run: 1 / 0,
+}
+FORKING = (
+    LIGHT
+    + """
+import os, sys
+sys.path.append(sys.argv[2])
+from test_python_run import FORKED
+from torchtitan.grpo.start import from_python
+
+real = from_python.start_child
+waiting = [sys.executable, "-c", "import time; print('begins', flush=True); time.sleep(600)"]
+from_python.start_child = lambda command, **more: real(waiting, **more)
+run = from_python.run({"job": {"dump_folder": "out"}}, quiet=True)
+if os.fork() == 0:
+    if sys.argv[1] == "leaves a loop":
+        run._wait = lambda: False
+        run._steps.take = lambda: [{}]
+    FORKED[sys.argv[1]](run)
+    run = None
+    sys.exit(0)
+os.wait()
+print(run._child.poll(), flush=True)
+run.close()
+print(run._child.poll(), flush=True)
+"""
+)
+
+
+@pytest.mark.parametrize("what", FORKED)
+def test_the_end_of_a_forked_process_is_not_that_of_the_run(tmp_path, what):
+    command = [sys.executable, "-c", FORKING, what, str(Path(__file__).parent)]
+    environment = os.environ | {"PYTHONPATH": ":".join(filter(None, sys.path))}
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    assert done.stdout == f"None\n{-signal.SIGTERM}\n", done.stderr
+
+
+@pytest.mark.parametrize("moment", ["before the start", "after it"])
+def test_ctrl_c_while_a_run_is_started_leaves_nothing_behind(tmp_path, monkeypatch, moment):
+    started = []
+
+    def start_child(command, **more):
+        if moment == "before the start":
+            signal.raise_signal(signal.SIGINT)
+        started.append(child.start_child(["sleep", "600"], **more))
+        signal.raise_signal(signal.SIGINT)
+        return started[0]
+
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    monkeypatch.setattr(from_python, "start_child", start_child)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run({"job": {"dump_folder": str(tmp_path)}}, quiet=True)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert [each.poll() for each in started] == [-signal.SIGTERM]
 
 
 async def test_functions_of_any_kind_are_called_in_a_worker(tmp_path, monkeypatch):

@@ -5,6 +5,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from multiprocessing.connection import Listener
@@ -89,6 +90,54 @@ def test_restarted_ranks_find_a_new_store(tmp_path: Path):
     done = train(1, file)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.split() == ["empty", "empty"]
+
+
+# With `inference.urls_file`, a hangup to rank 0 itself does not stop it.
+STOPPING = """
+import sys
+from torchtitan.grpo.system.stop import StopRequest
+stop = StopRequest(60)
+if sys.argv[1] == "urls_file":
+    stop.on_hangup(lambda: None)
+print("ready", flush=True)
+stop.wait(60)
+print(stop.signum, flush=True)
+sys.exit(stop.exit_code)
+"""
+
+
+@pytest.mark.parametrize(
+    ("launcher", "meaning", "is_ignored"),
+    [
+        ("train", "stop", False),
+        ("train", "urls_file", False),
+        ("torchrun", "urls_file", False),
+        ("train", "stop", True),
+        ("torchrun", "urls_file", True),
+    ],
+)
+def test_a_lost_terminal_stops_ranks_in_order_unless_hangups_are_ignored(
+    tmp_path, launcher, meaning, is_ignored
+):
+    (rank := tmp_path / "rank.py").write_text(LIGHT + STOPPING)
+    command = [sys.executable, "-c", LIGHT + STAND_IN, "1", str(rank), meaning]
+    if launcher == "torchrun":
+        agent = "import torch.distributed.run as r; r.main(__import__('sys').argv[1:])"
+        command = [sys.executable, "-c", agent, f"--rdzv-backend={BACKEND}", str(rank), meaning]
+    action = "--ignore-signal=HUP" if is_ignored else "--default-signal=HUP"
+    process = subprocess.Popen(
+        ["env", action, *command], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"}, start_new_session=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    os.killpg(process.pid, signal.SIGHUP)
+    if is_ignored:
+        os.killpg(process.pid, signal.SIGINT)
+    stopped_by = signal.SIGINT if is_ignored else signal.SIGTERM
+    assert process.stdout.readline() == f"{stopped_by}\n"
+    process.communicate(timeout=60)
+    assert launcher == "torchrun" or process.returncode == 128 + stopped_by
 
 
 @pytest.mark.parametrize(("endpoint", "nodes"), [("", 2), ("127.0.0.1:29400", 1)])

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 from aiohttp import web
+from light import LIGHT
 
 from torchtitan.grpo.system import connections
 from torchtitan.grpo.system.connections import answering
@@ -232,6 +233,34 @@ async def test_an_idle_connection_with_a_key_goes_last() -> None:
         assert b"\r\n" in await keyed.answer()
         await site.hold(HELD, host="127.0.0.2")
         assert await keyed.is_ended()
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "left"),
+    [
+        (64, 64, None),
+        (256, 256, None),
+        (64, 1023, None),
+        (64, 1024, 1024),
+        (256, 9999, 4096),
+        (6000, 9999, 6000),
+    ],
+)
+def test_a_run_raises_the_limit_of_open_files_or_is_refused(soft, hard, left) -> None:
+    code = LIGHT + (
+        "import resource, sys;"
+        "from torchtitan.grpo.system.process_tuning import require_open_files;"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[1]), int(sys.argv[2])));"
+        "require_open_files();"
+        "print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
+    )
+    command = [sys.executable, "-c", code, str(soft), str(hard)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if left is None:
+        assert "must be allowed to open 1024 files at once" in done.stderr
+        assert f"got {hard} (ulimit -Hn)" in done.stderr
+    else:
+        assert done.stdout == f"{left}\n", done.stderr
 
 
 def test_the_limit_of_open_files_is_raised_or_bounds_the_connections() -> None:

@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import os
 import queue
+import shutil
 import signal
 import socket
 import threading
@@ -286,10 +287,45 @@ def test_a_holder_whose_lock_was_taken_over_hears_of_it(file, monkeypatch):
         time.sleep(0.01)
     file.unlink()
     left(file, host="node-b", pid=7, token="another")
-    assert "was taken over by process 7 on node-b" in told.get(timeout=PATIENCE)
+    said = told.get(timeout=PATIENCE)
+    assert "was taken over by process 7 on node-b (since 20" in said
+    assert "it was removed, or this process gave no sign of life for 30 s." in said
     held.close()
     held.close()
     assert told_by(file).token == "another", "the other's file stays"
+
+
+def replaced(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.mkdir()
+
+
+LOSE: dict[str, Callable[[Path], object]] = {
+    "removed": shutil.rmtree,
+    "removed with a parent": lambda folder: shutil.rmtree(folder.parent),
+    "moved": lambda folder: folder.rename(folder.with_name("old")),
+    "moved with a parent": lambda folder: folder.parent.rename(folder.parent.with_name("old")),
+    "made anew": replaced,
+    "a file in its place": lambda folder: (shutil.rmtree(folder), folder.touch()),
+    "moved, a link to it": lambda f: (f.rename(f.with_name("old")), f.symlink_to("old")),
+}
+
+
+@pytest.mark.parametrize("lose", LOSE)
+def test_a_holder_whose_folder_is_gone_hears_of_it(tmp_path, monkeypatch, lose):
+    monkeypatch.setattr(folder_lock, "BEAT_SECONDS", 0.02)
+    (folder := tmp_path / "outputs" / "run").mkdir(parents=True)
+    told: queue.Queue[str] = queue.Queue()
+    lock = FolderLock(folder / "run.lock", "job.dump_folder = outputs/run")
+    held = HeldFolders([lock], 0.0, lambda _: None, told.put)
+    LOSE[lose](folder)
+    if "link" in lose:  # it is the same folder
+        assert lock.beat() is None
+        assert told.empty()
+    else:
+        assert told.get(timeout=PATIENCE).startswith("job.dump_folder = outputs/run was removed or")
+    held.close()
+    assert not list(tmp_path.glob("**/run.lock")) or "moved" in lose
 
 
 @pytest.mark.parametrize("in_the_way", [lambda f: f.mkdir(), os.mkfifo, lambda f: f.symlink_to(f)])

@@ -15,9 +15,15 @@ import msgspec
 import pytest
 
 from torchtitan.grpo.job_config import JobConfig
-from torchtitan.grpo.lost_rank import _claims_report, describe_lost, describe_next
+from torchtitan.grpo.lost_rank import describe_lost, describe_next
 from torchtitan.grpo.system.rank_channel import Message
-from torchtitan.grpo.system.rank_status import LostRank, Status, StatusBoard, read_status
+from torchtitan.grpo.system.rank_status import (
+    LostRank,
+    Status,
+    StatusBoard,
+    claims_report,
+    read_status,
+)
 
 # A rank may be silent for so long: a short time where the test awaits it, and otherwise longer than
 # any rank is silent on a busy machine.
@@ -218,7 +224,7 @@ def test_one_rank_of_an_attempt_prints_the_message(tmp_path, monkeypatch):
             folder = tmp_path / f"attempt_{attempt}/{rank}"
             folder.mkdir(parents=True)
             monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(folder / "error.json"))
-            claims.append(_claims_report(LostRank(STATUS)))
+            claims.append(claims_report(STATUS.rank))
         assert claims == [True] + [False] * (ranks - 1)
 
 
@@ -227,4 +233,4 @@ def test_without_torchrun_the_first_rank_that_lives_prints_the_message(monkeypat
     for lost, expected in ((3, [True, False, False]), (0, [False, True, False])):
         for rank, claims in enumerate(expected):
             monkeypatch.setenv("RANK", str(rank))
-            assert _claims_report(LostRank(Status(lost, "node-b", 1))) is claims
+            assert claims_report(lost) is claims

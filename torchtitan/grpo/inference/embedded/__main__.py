@@ -14,7 +14,6 @@ import asyncio
 import logging
 import os
 import random
-import signal
 import sys
 import time
 from dataclasses import asdict
@@ -44,6 +43,7 @@ from torchtitan.grpo.system.connections import (
 from torchtitan.grpo.system.files import write_whole
 from torchtitan.grpo.system.http_site import listen
 from torchtitan.grpo.system.network import is_loopback, loopback_interface
+from torchtitan.grpo.system.stop import stop_signals
 from torchtitan.grpo.weight_wire.process_group import own_group_facts
 
 logger = logging.getLogger("torchtitan.grpo.inference.embedded")
@@ -150,10 +150,10 @@ def build_server(arguments: argparse.Namespace) -> EmbeddedServer:
 
 
 async def serve(arguments: argparse.Namespace) -> None:
-    """Serves until SIGTERM or SIGINT, and then ends within two seconds."""
+    """Serves until a signal asks it to end, and then ends within two seconds."""
     stop = asyncio.Event()
     server = build_server(arguments)
-    for signum in (signal.SIGTERM, signal.SIGINT):
+    for signum in stop_signals():
         asyncio.get_running_loop().add_signal_handler(signum, stop.set)
     runner = web.AppRunner(
         server.make_app(),
