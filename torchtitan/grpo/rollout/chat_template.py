@@ -16,7 +16,7 @@ import re
 import signal
 import subprocess
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -37,8 +37,46 @@ _TIMES_LONGER = 8
 _WAIT_SECONDS = 300.0
 _EXIT_SECONDS = 10.0
 _PROBE = re.compile(r"qzv(\d+)k(\d+)q")
+PLAIN = "\ufdd0"
+"""Stands, in rendered text, inside the spelling of a special token that a message's text holds. No
+text has this code point, which Unicode reserves for such use."""
 
 Messages = Sequence[dict[str, Any]]
+
+
+_TEXTS = ("text", "input_text", "output_text")
+_MEDIA = re.compile(r"(input_)?(image|audio|video)s?(_url|_path)?")
+
+
+def joined_text(content: Any) -> Any:
+    """Joins the parts of a message's content. Raises ValueError, with its name, for one that is no text."""
+    if not isinstance(content, list):
+        return content
+    for part in content:
+        kind = part.get("type") or "text" if isinstance(part, dict) else "text"
+        text = part.get("text") if isinstance(part, dict) else part
+        other = media_in(part) if isinstance(part, dict) else None
+        if kind not in _TEXTS or not isinstance(text, str) or other:
+            raise ValueError(f"a part of type {other or kind!r}, {part!r:.80}")
+    return "".join(part if isinstance(part, str) else part["text"] for part in content)
+
+
+def media_in(values: Mapping[str, Any]) -> str | None:
+    """Returns the first key that names images, audio or video and has a value."""
+    return next((key for key, value in values.items() if value and _MEDIA.fullmatch(key)), None)
+
+
+def tools_of(columns: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Returns the functions in a row's column ``tools``, which may be JSON. Raises ValueError."""
+    tools = columns.get("tools") or []
+    with contextlib.suppress(ValueError, RecursionError):
+        tools = json.loads(tools) if isinstance(tools, str) else tools
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise ValueError(
+            "column 'tools' is shown to the chat template and must be a list of functions, or JSON of "
+            f"one, got {tools!r:.80}. If it is something else, rename it (prompts.rename)."
+        )
+    return tools
 
 
 class LeftOut(ValueError):
@@ -54,10 +92,18 @@ class ChatTemplate:
     vanish.
 
     ``date`` is the time that the template always takes for now, in ISO format (empty: this moment).
+    What ``special`` finds in tools and messages, but for those of the assistant, gets a :data:`PLAIN`
+    behind its first character.
     """
 
-    def __init__(self, path: Path, variables: Mapping[str, Any], date: str = "") -> None:
-        self._path, self._variables = path, dict(variables)
+    def __init__(
+        self,
+        path: Path,
+        variables: Mapping[str, Any],
+        date: str = "",
+        special: re.Pattern[str] | None = None,
+    ) -> None:
+        self._path, self._variables, self._special = path, dict(variables), special
         self._date = date or datetime.now().isoformat()
         self._number = next(_numbers)
         self._known: set[tuple[Any, Any]] = set()
@@ -74,8 +120,30 @@ class ChatTemplate:
     def render(self, messages: Messages, *, opens_turn: bool = True, tools: Messages = ()) -> str:
         """Returns the text of a conversation, with the start of the assistant's turn.
 
-        Raises ``ValueError`` if the template cannot, and :class:`LeftOut` if it leaves something out.
+        Templates differ in the form of calls that they take, so each form is tried. Raises
+        ``ValueError`` if the template cannot, and :class:`LeftOut` if it leaves something out.
         """
+        if self._special is not None:
+            tools = marked_plain(self._special, tools)
+            messages = [
+                m if m.get("role") == "assistant" else marked_plain(self._special, m)
+                for m in messages
+            ]
+        quoted, refused = None, None
+        for form in _forms_of_calls(messages):
+            try:
+                text = self._checked(form, opens_turn=opens_turn, tools=tools)
+            except ValueError as error:
+                refused = refused or error
+                continue
+            if not _quotes_arguments(form, text):
+                return text
+            quoted = quoted or text
+        if quoted is None and refused is not None:
+            raise refused
+        return quoted or ""
+
+    def _checked(self, messages: Messages, *, opens_turn: bool, tools: Messages) -> str:
         text = self._render(messages, opens_turn=opens_turn, tools=tools)
         # Pairs, because long conversations would otherwise be new again and again. Longer ones are
         # checked as well whenever they have doubled, in case a template prints only so many messages.
@@ -174,13 +242,73 @@ class ChatTemplate:
         return True
 
 
+def marked_plain(special: re.Pattern[str], value: Any) -> Any:
+    """Returns text, or messages and what they hold, with :data:`PLAIN` in what ``special`` finds."""
+    if isinstance(value, str):
+        return special.sub(lambda found: PLAIN.join((found[0][:1], found[0][1:])), value)
+    if isinstance(value, Mapping):
+        return {key: marked_plain(special, of_key) for key, of_key in value.items()}
+    if isinstance(value, list | tuple):
+        return [marked_plain(special, one) for one in value]
+    return value
+
+
+def _forms_of_calls(messages: Messages) -> Iterator[Messages]:
+    """Yields messages as they are, and those with calls also in the forms that templates take.
+
+    No text beside calls is empty for most of them, and arguments are objects; for DeepSeek's, it is
+    null, and arguments are strings.
+    """
+    yield [{key: of_key for key, of_key in m.items() if of_key is not None} for m in messages]
+    if any(message.get("tool_calls") for message in messages):
+        for empty, form in (("", _as_object), (None, _as_text)):
+            yield [
+                message
+                | {"content": message.get("content") or empty}
+                | {"tool_calls": [_formed(call, form) for call in message["tool_calls"]]}
+                if isinstance(message.get("tool_calls"), list)
+                else message
+                for message in messages
+            ]
+
+
+def _formed(call: Any, form: Callable[[Any], Any]) -> Any:
+    if (arguments := _arguments_of(call)) is None:
+        return call
+    return call | {"function": call["function"] | {"arguments": form(arguments)}}
+
+
+def _arguments_of(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    return function.get("arguments") if isinstance(function, dict) else None
+
+
+def _as_object(arguments: Any) -> Any:
+    with contextlib.suppress(ValueError, RecursionError):  # text that is no JSON stays as it is
+        return json.loads(arguments) if isinstance(arguments, str) else arguments
+    return arguments
+
+
+def _as_text(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+def _quotes_arguments(messages: Messages, text: str) -> bool:
+    """Whether a template has quoted arguments that are JSON in a string."""
+    calls = (message.get("tool_calls") for message in messages)
+    given = [_arguments_of(call) for some in calls if isinstance(some, list) for call in some]
+    return any(
+        isinstance(one, str) and json.dumps(one, ensure_ascii=False) in text for one in given
+    )
+
+
 def _shape(message: Mapping[str, Any]) -> tuple[Any, ...]:
     """Everything besides the text by which a template may tell messages apart."""
     calls = message.get("tool_calls")
     num_calls = len(calls) if isinstance(calls, list) else 0
     content = message.get("content")
-    kind = len(content) if isinstance(content, list) else type(content) if content else None
-    return message.get("role"), kind, num_calls, *sorted(message)
+    kind = len(content) if isinstance(content, list) else type(content)
+    return message.get("role"), kind, bool(content), num_calls, *sorted(message)
 
 
 def _probed(message: Mapping[str, Any], position: int) -> dict[str, Any]:
