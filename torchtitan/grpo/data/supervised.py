@@ -44,6 +44,8 @@ from torchtitan.grpo.rollout.tokenizer import TextCodec
 from torchtitan.grpo.system.logs import logger
 from torchtitan.grpo.types import Prompt, PromptProgress
 
+_OTHER_PARTS = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
+"""Keys under which messages hold what their author wrote besides ``content``."""
 _IS_WHOLE, _SAMPLE = "sft/is_whole", "sft/sample"
 """Columns: whether a conversation has its completion, and the example as tokens."""
 _REMEDY = "Raise sft.max_example_tokens or training.seq_len."
@@ -72,7 +74,7 @@ class ExampleTable(Table):
     def _example(self, row: dict[str, Any], i: int) -> dict[str, Any]:
         column, completion_column = self._settings.column, self._settings.completion_column
         messages = row[column]
-        if row.setdefault(_IS_WHOLE, _ends_with_assistant(messages)):
+        if is_whole := _ends_with_assistant(messages):
             begin = len(messages)
             while begin and _ends_with_assistant(messages[:begin]):
                 begin -= 1
@@ -89,7 +91,7 @@ class ExampleTable(Table):
                 f"of the assistant. Existing columns: {sorted(row)}."
             )
         row[completion_column] = self._read(row[completion_column], isinstance(row[column], str), i)
-        return row
+        return row | {_IS_WHOLE: is_whole}
 
     def where(self, i: int) -> str:
         return self._table.where(i)
@@ -105,13 +107,15 @@ class ExampleTable(Table):
         if _ends_with_assistant(completion):
             try:
                 messages = read_messages(completion)
-                if not is_text:
-                    return messages
-                if len(messages) == 1 and not messages[0].keys() - {"role", "content"}:
-                    return messages[0]["content"]
-                fault = f"and behind a prompt that is text, a message has content alone, {fault}"
             except ValueError as error:
-                fault = str(error)
+                raise RowError(
+                    f"{self.where(i)}: a completion must be messages, {error}."
+                ) from error
+            if not is_text:
+                return messages
+            if len(messages) == 1 and not any(map(messages[0].get, _OTHER_PARTS)):
+                return messages[0]["content"]
+            fault = f"and behind a prompt that is text, a single one with content alone, {fault}"
         raise RowError(
             f"{self.where(i)}: a completion must be a string that is not empty, or a list of messages "
             f"that ends with one of the assistant, {fault}."
@@ -126,7 +130,7 @@ def _ends_with_assistant(value: Any) -> bool:
 class ExampleSet(PromptSet):
     """Prompts with a column that holds the whole example, which ``make`` makes of them."""
 
-    def __init__(self, make: "Callable[..., Sample]", *args: Any) -> None:
+    def __init__(self, make: Callable[..., Sample], *args: Any) -> None:
         super().__init__(*args)
         self._make = make
 

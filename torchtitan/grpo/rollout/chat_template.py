@@ -44,21 +44,20 @@ text has this code point, which Unicode reserves for such use."""
 Messages = Sequence[dict[str, Any]]
 
 
-_TEXTS = ("text", "input_text", "output_text")
+_TEXTS = (None, "text", "input_text", "output_text")
 _MEDIA = re.compile(r"(input_)?(image|audio|video)s?(_url|_path)?")
 
 
 def joined_text(content: Any) -> Any:
-    """Joins the parts of a message's content. Raises ValueError, with its name, for one that is no text."""
+    """Joins the parts of a message's content. A ValueError names the first that is no text."""
     if not isinstance(content, list):
         return content
-    for part in content:
-        kind = part.get("type") or "text" if isinstance(part, dict) else "text"
-        text = part.get("text") if isinstance(part, dict) else part
-        other = media_in(part) if isinstance(part, dict) else None
-        if kind not in _TEXTS or not isinstance(text, str) or other:
-            raise ValueError(f"a part of type {other or kind!r}, {part!r:.80}")
-    return "".join(part if isinstance(part, str) else part["text"] for part in content)
+    parts = [{"text": part} if isinstance(part, str) else part for part in content]
+    for part in parts:
+        kind = (media_in(part) or part.get("type")) if isinstance(part, dict) else type(part)
+        if kind not in _TEXTS or not isinstance(part.get("text"), str):
+            raise ValueError(f"a part of type {kind!r}, {part!r:.80}")
+    return "".join(part["text"] for part in parts)
 
 
 def media_in(values: Mapping[str, Any]) -> str | None:
@@ -71,12 +70,12 @@ def tools_of(columns: Mapping[str, Any]) -> list[dict[str, Any]]:
     tools = columns.get("tools") or []
     with contextlib.suppress(ValueError, RecursionError):
         tools = json.loads(tools) if isinstance(tools, str) else tools
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise ValueError(
-            "column 'tools' is shown to the chat template and must be a list of functions, or JSON of "
-            f"one, got {tools!r:.80}. If it is something else, rename it (prompts.rename)."
-        )
-    return tools
+    if isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools):
+        return tools
+    raise ValueError(
+        "column 'tools' is shown to the chat template and must be a list of functions, or JSON of "
+        f"one, got {tools!r:.80}. If it is something else, rename it (prompts.rename)."
+    )
 
 
 class LeftOut(ValueError):
@@ -261,45 +260,37 @@ def _forms_of_calls(messages: Messages) -> Iterator[Messages]:
     """
     yield [{key: of_key for key, of_key in m.items() if of_key is not None} for m in messages]
     if any(message.get("tool_calls") for message in messages):
-        for empty, form in (("", _as_object), (None, _as_text)):
-            yield [
-                message
-                | {"content": message.get("content") or empty}
-                | {"tool_calls": [_formed(call, form) for call in message["tool_calls"]]}
-                if isinstance(message.get("tool_calls"), list)
-                else message
-                for message in messages
-            ]
+        yield [_formed(message, "", str, json.loads) for message in messages]
+        yield [_formed(message, None, dict, json.dumps) for message in messages]
 
 
-def _formed(call: Any, form: Callable[[Any], Any]) -> Any:
-    if (arguments := _arguments_of(call)) is None:
-        return call
-    return call | {"function": call["function"] | {"arguments": form(arguments)}}
+def _formed(
+    message: dict[str, Any], empty: str | None, kind: type, form: Callable[[Any], Any]
+) -> dict[str, Any]:
+    """Returns a message with arguments of a ``kind`` in another form, if it has calls."""
+    calls = []
+    for call, arguments in _arguments(message):
+        with contextlib.suppress(ValueError, RecursionError):  # text that is no JSON stays as it is
+            if isinstance(arguments, kind):
+                call = call | {"function": call["function"] | {"arguments": form(arguments)}}
+        calls.append(call)
+    changed = {"content": message.get("content") or empty, "tool_calls": calls}
+    return message | changed if calls else message
 
 
-def _arguments_of(call: Any) -> Any:
-    function = call.get("function") if isinstance(call, dict) else None
-    return function.get("arguments") if isinstance(function, dict) else None
-
-
-def _as_object(arguments: Any) -> Any:
-    with contextlib.suppress(ValueError, RecursionError):  # text that is no JSON stays as it is
-        return json.loads(arguments) if isinstance(arguments, str) else arguments
-    return arguments
-
-
-def _as_text(arguments: Any) -> str:
-    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+def _arguments(message: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
+    """Yields the calls of a message, with their arguments if they have any."""
+    calls = message.get("tool_calls")
+    for call in calls if isinstance(calls, list) else ():
+        function = call.get("function") if isinstance(call, dict) else None
+        yield call, function.get("arguments") if isinstance(function, dict) else None
 
 
 def _quotes_arguments(messages: Messages, text: str) -> bool:
     """Whether a template has quoted arguments that are JSON in a string."""
-    calls = (message.get("tool_calls") for message in messages)
-    given = [_arguments_of(call) for some in calls if isinstance(some, list) for call in some]
-    return any(
-        isinstance(one, str) and json.dumps(one, ensure_ascii=False) in text for one in given
-    )
+    given = [arguments for message in messages for _, arguments in _arguments(message)]
+    quoted = (json.dumps(one, ensure_ascii=False) for one in given if isinstance(one, str))
+    return any(one in text for one in quoted)
 
 
 def _shape(message: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -48,24 +48,27 @@ class TurnFinder:
                 "assistant's turns can be found. Write each turn into a row of its own, with its text "
                 "in a column (sft.completion_column)."
             )
-        ids, _ = self._codec.encode_to(text, ())
-        is_learned, left_out = [False] * len(ids), set[str]()
-        for begin, end in _runs(messages, first):
+        runs, places, left_out = list(_runs(messages, first)), [], set[str]()
+        for begin, end in runs:
             before, behind = edges[f"{begin - 1}e"], edges.get(f"{end}b", len(text))
             opening = self._opening(messages[:begin], tools)
             space = _core(messages[begin - 1])[2]  # a template may strip it
             begins = (before, before + len(space)) if text.startswith(space, before) else (before,)
             start = max(place + _num_shared(text[place:], opening) for place in begins)
-            _, (start_id, end_id) = self._codec.encode_to(text, (start, behind))
-            ends = [i + 1 for i in range(start_id, end_id) if ids[i] in self._end_ids]
+            left_out.update(_left_out(messages[begin:end], text[start:behind]))
+            places += [start, behind]
+        ids, found = self._codec.encode_to(text, places)
+        is_learned = [False] * len(ids)
+        for (begin, end), start, behind in zip(runs, found[::2], found[1::2], strict=True):
+            ends = [i + 1 for i in range(start, behind) if ids[i] in self._end_ids]
             if not ends:  # the template writes it only if the conversation ends here, or never
                 left_out.add("the end of a turn")
-                alone, places = self._rendered(messages[:end], tools)
-                shared = _num_shared(text[before:behind], alone[places[f"{begin - 1}e"] :])
-                stop = edges.get(f"{end - 1}e", before + shared)
+                alone, edges_alone = self._rendered(messages[:end], tools)
+                behind_prompt = text[edges[f"{begin - 1}e"] : edges.get(f"{end}b", len(text))]
+                shared = _num_shared(behind_prompt, alone[edges_alone[f"{begin - 1}e"] :])
+                stop = edges.get(f"{end - 1}e", edges[f"{begin - 1}e"] + shared)
                 _, ends = self._codec.encode_to(text, (stop,))
-            is_learned[start_id : ends[-1]] = [True] * (ends[-1] - start_id)
-            left_out.update(_left_out(messages[begin:end], text[start:behind]))
+            is_learned[start : ends[-1]] = [True] * (ends[-1] - start)
         return Turns(ids, is_learned, left_out)
 
     def _opening(self, messages: Messages, tools: Messages) -> str:
@@ -126,6 +129,8 @@ def _marked(message: dict[str, Any], number: int) -> dict[str, Any]:
 def _left_out(messages: Messages, text: str) -> Iterator[str]:
     printed = "".join(text.split())
     for message in messages:
+        if message.get("function_call"):
+            yield "function_call (write tool_calls)"
         for key in ("content", *_THOUGHTS):
             said = message.get(key)
             if isinstance(said, str) and "".join(said.split()) not in printed:
