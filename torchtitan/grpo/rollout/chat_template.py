@@ -42,6 +42,7 @@ PLAIN = "\ufdd0"
 text has this code point, which Unicode reserves for such use."""
 
 Messages = Sequence[dict[str, Any]]
+_as_json = functools.partial(json.dumps, ensure_ascii=False)
 
 
 _TEXTS = (None, "text", "input_text", "output_text")
@@ -261,7 +262,7 @@ def _forms_of_calls(messages: Messages) -> Iterator[Messages]:
     yield [{key: of_key for key, of_key in m.items() if of_key is not None} for m in messages]
     if any(message.get("tool_calls") for message in messages):
         yield [_formed(message, "", str, json.loads) for message in messages]
-        yield [_formed(message, None, dict, json.dumps) for message in messages]
+        yield [_formed(message, None, dict, _as_json) for message in messages]
 
 
 def _formed(
@@ -289,8 +290,7 @@ def _arguments(message: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
 def _quotes_arguments(messages: Messages, text: str) -> bool:
     """Whether a template has quoted arguments that are JSON in a string."""
     given = [arguments for message in messages for _, arguments in _arguments(message)]
-    quoted = (json.dumps(one, ensure_ascii=False) for one in given if isinstance(one, str))
-    return any(one in text for one in quoted)
+    return any(isinstance(one, str) and _as_json(one) in text for one in given)
 
 
 def _shape(message: Mapping[str, Any]) -> tuple[Any, ...]:

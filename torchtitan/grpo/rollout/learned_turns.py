@@ -44,7 +44,7 @@ class TurnFinder:
         unmarked, edges = self._rendered(messages, tools)
         if unmarked != text:
             raise ValueError(
-                "the chat template must print the text of each message once and as it is, so that the "
+                "the chat template must print the text of each message as it is, so that the "
                 "assistant's turns can be found. Write each turn into a row of its own, with its text "
                 "in a column (sft.completion_column)."
             )
@@ -54,7 +54,7 @@ class TurnFinder:
             opening = self._opening(messages[:begin], tools)
             space = _core(messages[begin - 1])[2]  # a template may strip it
             begins = (before, before + len(space)) if text.startswith(space, before) else (before,)
-            start = max(place + _num_shared(text[place:], opening) for place in begins)
+            start = max(place + self._num_opened(text[place:], opening) for place in begins)
             left_out.update(_left_out(messages[begin:end], text[start:behind]))
             places += [start, behind]
         ids, found = self._codec.encode_to(text, places)
@@ -79,6 +79,14 @@ class TurnFinder:
             text, edges = self._rendered(stripped, tools, opens_turn=True)
             self._openings[last["role"]] = text[edges[f"{len(before)}e"] :]
         return self._openings[last["role"]]
+
+    def _num_opened(self, text: str, opening: str) -> int:
+        """Returns how much of the opening begins the text, in whole words: <think> is not in <tool>."""
+        number = _num_shared(text, opening)
+        if number == len(opening):
+            return number
+        words = re.finditer(rf"{self._codec.special.pattern}|\s", opening[:number])
+        return max((word.end() for word in words), default=0)
 
     def _rendered(
         self, messages: Messages, tools: Messages, *, opens_turn: bool = False

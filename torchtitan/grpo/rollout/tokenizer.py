@@ -133,7 +133,7 @@ class TextCodec:
         return ids, [bisect_right(ends, len(read(text[:place]))) for place in places]
 
     @functools.cached_property
-    def _special(self) -> re.Pattern[str]:
+    def special(self) -> re.Pattern[str]:
         """Finds special tokens in text, the longest first."""
         added = self._tokenizer.get_added_tokens_decoder().values()
         names = [t.content for t in added if t.special or _MARK.fullmatch(t.content)]
@@ -141,7 +141,7 @@ class TextCodec:
         return re.compile("|".join(map(re.escape, names)) or r"(?!)")
 
     def _written(self, text: str) -> str:
-        marked = self._special.sub(rf"{_WRITTEN}\g<0>", text.replace(_WRITTEN, ""))
+        marked = self.special.sub(rf"{_WRITTEN}\g<0>", text.replace(_WRITTEN, ""))
         return marked.replace(PLAIN, "")
 
     @functools.cached_property
@@ -150,7 +150,7 @@ class TextCodec:
         apart, known = Tokenizer.from_str(self._tokenizer.to_str()), {}
         apart.encode_special_tokens = True
         for token, added in self._tokenizer.get_added_tokens_decoder().items():
-            if self._special.fullmatch(added.content):
+            if self.special.fullmatch(added.content):
                 marked = AddedToken(
                     _WRITTEN + added.content,
                     lstrip=added.lstrip,
@@ -240,7 +240,7 @@ class TextCodec:
     def encode_observation(self, text: str, *, has_special_tokens: bool) -> list[int]:
         """Without ``has_special_tokens``, the spelling of a special token is plain text."""
         return self.encode_continuation(
-            text if has_special_tokens else marked_plain(self._special, text)
+            text if has_special_tokens else marked_plain(self.special, text)
         )
 
     def single_token(self, text: str) -> int | None:
@@ -279,7 +279,7 @@ class TextCodec:
 
     @functools.cached_property
     def template(self) -> ChatTemplate:
-        special = None if self._reads_special else self._special
+        special = None if self._reads_special else self.special
         return ChatTemplate(self._path, self._chat_kwargs, self._date, special)
 
     def decode(self, completion_ids: Sequence[int]) -> str:
