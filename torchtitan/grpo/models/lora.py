@@ -206,7 +206,7 @@ class AdapterMerge:
             self._rows = factor
         else:
             assert self._rows is not None, f"{name} came before its other factor"
-            before = target[:_MEASURED_ROWS].float()
+            before = target[:_MEASURED_ROWS].to(torch.float32, copy=True)
             meant = self._scale * (factor[:_MEASURED_ROWS].float() @ self._rows.float())
             target.addmm_(factor, self._rows, alpha=self._scale)
             self.arrived += float(((target[:_MEASURED_ROWS].float() - before) * meant).sum())

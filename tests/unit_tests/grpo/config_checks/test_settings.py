@@ -334,6 +334,35 @@ def test_keys_that_only_launched_servers_read_are_named_without_their_values(sou
     assert warnings_of(config) == []
 
 
+@pytest.mark.parametrize(
+    ("seq_len", "prompt", "answer", "is_told"),
+    [
+        (16, 10, 12, True),
+        (16, 4, 13, True),
+        (16, 15, 2, True),
+        (16, 10, 6, False),
+        (16, 0, 12, False),
+        (9, 20, 8, True),
+    ],
+)
+def test_rows_shorter_than_prompt_and_answer_are_told_with_the_three_settings(
+    seq_len, prompt, answer, is_told
+):
+    config = JobConfig()
+    config.inference.launch, config.training.seq_len = True, seq_len
+    config.prompts.max_prompt_tokens, config.rollout.max_new_tokens = prompt, answer
+    told = warnings_of(config)
+    assert len(told) == is_told
+    if is_told:
+        assert (
+            f"prompts.max_prompt_tokens ({prompt}) plus rollout.max_new_tokens ({answer})"
+            in told[0]
+        )
+        assert f"training.seq_len ({seq_len})" in told[0]
+    config.sft.path = "examples.jsonl"
+    assert warnings_of(config) == []
+
+
 def _rows() -> Iterator[tuple[str, str, list[str]]]:
     num_ranks = common = ""
     for line in Path(__file__).with_name("refused.txt").read_text().splitlines():
