@@ -37,7 +37,7 @@ from torchtitan.grpo.weight_wire.adapter_names import is_adapter
 _HOST = torch.device("cpu")
 _POLL_SECONDS = 0.02
 # Early changes are always small, and their share grows with them.
-_JUDGED_VERSION, _SMALL_SHARE = 10, 0.5
+_JUDGED_VERSION, _SMALL_SHARE = 10, 0.25
 
 
 def agree_on_push(
