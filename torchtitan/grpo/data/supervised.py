@@ -187,6 +187,7 @@ class ExampleStream:
             prompts = replace(prompts, column=column)
             self._set = ExampleSet(self._make, table, prompts, self._codec, limits, key)
             self.checked = check_rows(self._set, fits=self._fits)
+            self._told_left_out = sorted(self._left_out.items())
         except ValueError as error:
             raise DataError(str(error)) from error
         if self.checked.num_fitting == 0:
@@ -204,13 +205,12 @@ class ExampleStream:
 
     def notes(self) -> list[str]:
         """Returns what a reader of the examples would not expect of their prompts' tokens."""
-        left_out = sorted(self._left_out.items())  # in the check alone
         try:
             is_chat = not isinstance(self._set.sample().text, str)
             notes = list(prompt_notes(self._codec, is_chat=is_chat))
         except ValueError as error:
             raise DataError(str(error)) from error
-        for what, number in left_out:
+        for what, number in self._told_left_out:
             notes.append(
                 f"{self._key}: in {number:,} of the {self.checked.num_tokenized:,} examples that were "
                 f"tokenized, the chat template does not print {what} of the assistant, which is "
