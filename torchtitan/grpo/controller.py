@@ -70,7 +70,7 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from torchtitan.grpo.config import RolloutProcessConfig
-from torchtitan.grpo.config_checks import unused_server_settings
+from torchtitan.grpo.config_checks import warnings_of
 from torchtitan.grpo.data.feed import FetchAddress
 from torchtitan.grpo.data.planner import PlannedPart
 from torchtitan.grpo.data.record import RolloutRecorder
@@ -183,7 +183,7 @@ class RolloutController(StepSource):
 
     def start(self) -> None:
         """Starts the rollout process, and waits until it is ready or the run is asked to stop."""
-        for warning in unused_server_settings(self.config):
+        for warning in warnings_of(self.config):
             logger.warning(warning)
         self.link.start()
         self._despite_kills(self._start_version, lambda: None)

@@ -23,7 +23,7 @@ import torch
 
 from torchtitan.grpo.config import RolloutProcessConfig
 from torchtitan.grpo.config.cluster import count_servers, server_groups
-from torchtitan.grpo.config_checks import ConfigError, unused_server_settings
+from torchtitan.grpo.config_checks import ConfigError, warnings_of
 from torchtitan.grpo.config_checks.layout import describe_layout
 from torchtitan.grpo.controller import process_config, server_dtype
 from torchtitan.grpo.data.planner import StepPlanner
@@ -92,7 +92,7 @@ def dry_run(
             config.inference.startup_timeout_seconds,
         )
         yield from (f"  {line}" for line in report.lines)
-        warnings = [*unused_server_settings(config), *report.warnings]
+        warnings = [*warnings_of(config), *report.warnings]
         if report.error is not None:
             yield from (f"warning: {warning}" for warning in warnings)
             raise ConfigError(report.error)

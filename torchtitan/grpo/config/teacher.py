@@ -95,13 +95,14 @@ class SFT:
     column: str = "prompt"
     """Column that holds the prompt: a string, to which ``prompts.template`` is applied, or a list
     of chat messages, to which the chat template with ``prompts.system_prompt`` and
-    ``prompts.chat_template_kwargs`` is applied. If the last message is from the assistant, it is
-    the completion, so that ``messages`` can name a column of whole conversations."""
+    ``prompts.chat_template_kwargs`` is applied. If the last message is from the assistant, this is a
+    whole conversation, in which each turn of the assistant is learned."""
 
     completion_column: str = "completion"
-    """Column that holds the completion: a string, or a list with one assistant message. It is not
-    read if ``column`` already contains the completion. The completion is tokenized separately, as a
-    continuation of the prompt, and an end-of-sequence token is appended unless it ends with one."""
+    """Column that holds the completion: a string, or a list of messages, in which the assistant's
+    are learned. It is not read if ``column`` already contains the completion. A string is tokenized
+    separately, as a continuation of the prompt, and an end-of-sequence token is appended unless it
+    ends with one."""
 
     examples_per_step: Annotated[int, at_least(1)] = 32
     """Number of examples in one step, at least ``grpo.num_minibatches``. The loss is the mean

@@ -21,13 +21,13 @@ from torchtitan.grpo.config_checks import (
     trainer,
     unread,
 )
-from torchtitan.grpo.config_checks.rollouts import longest_sequence
+from torchtitan.grpo.config_checks.rollouts import length_warnings, longest_sequence
 from torchtitan.grpo.config_checks.rules import ConfigError
 from torchtitan.grpo.config_checks.servers import unused_server_settings
 from torchtitan.grpo.config_checks.trainer import check_model
 from torchtitan.grpo.job_config import JobConfig
 
-__all__ = ["ConfigError", "check_model", "longest_sequence", "unused_server_settings", "validate"]
+__all__ = ["ConfigError", "check_model", "longest_sequence", "validate", "warnings_of"]
 
 _CHECKS = (
     ranges.check_required, prompts.check_prompts, ranges.check_refused, ranges.check_ranges,
@@ -58,6 +58,11 @@ def validate(config: JobConfig) -> None:
             if problem is not None:
                 is_common = len(set(problems.values())) == 1
                 raise ConfigError(problem if is_common else f"environments.{name}: {problem}")
+
+
+def warnings_of(config: JobConfig) -> list[str]:
+    """Returns what works, but hardly as it was meant."""
+    return [*unused_server_settings(config), *length_warnings(config)]
 
 
 def _problem(check: Callable[[JobConfig], None], config: JobConfig) -> str | None:

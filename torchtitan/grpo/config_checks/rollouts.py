@@ -4,7 +4,7 @@
 """Checks batches and rollouts."""
 
 from torchtitan.grpo.config.cluster import count_servers, server_groups
-from torchtitan.grpo.config.environments import environments_of
+from torchtitan.grpo.config.environments import environments_of, own_key
 from torchtitan.grpo.config_checks.rules import check_file, forbid, get, refusing, require
 from torchtitan.grpo.functions import split_path
 from torchtitan.grpo.job_config import JobConfig
@@ -40,6 +40,21 @@ def check_lengths(config: JobConfig) -> None:
         "servers must fit the longest prompt (prompts.max_prompt_tokens, or what training.seq_len "
         "leaves) with rollout.max_new_tokens.",
     )
+
+
+def length_warnings(config: JobConfig) -> list[str]:
+    """Returns a warning for each environment whose longest prompt leaves too few tokens for an answer."""
+    found, seq_len = [], config.training.seq_len
+    for name, own in environments_of(config).items() if config.has_servers else ():
+        prompt, answer = own.prompts.max_prompt_tokens, own.rollout.max_new_tokens
+        if prompt and prompt + answer > seq_len:
+            found.append(
+                f"{own_key(name, 'prompts.max_prompt_tokens')} ({prompt}) plus "
+                f"{own_key(name, 'rollout.max_new_tokens')} ({answer}) is more than training.seq_len "
+                f"({seq_len}): answers to the longest prompts are cut after {max(seq_len - prompt, 1)} "
+                "tokens. Raise training.seq_len, or lower one of the others."
+            )
+    return found
 
 
 def check_data(config: JobConfig) -> None:

@@ -47,8 +47,8 @@ class Sample:
         sample_id: Index in the step's table of samples, or :data:`NO_SAMPLE`.
         loss_weight: Weight of every trained token of a rollout in the global loss.
         ptx_weight: Weight of every predicted completion token of a supervised sequence.
-        sampled: [completion_len] bool, True for the tokens of a rollout that are trained; None
-            if all are. The other tokens, which an environment inserted, are only context.
+        sampled: [completion_len] bool, True for the tokens that are trained; None if all are. The
+            other tokens, which the model did not write, are only context.
         source: Position of a rollout among all rollouts of its batch.
         part: Position of the sequence among those of its rollout.
         group: Sequences of a group in one row share the contexts with which they begin;
@@ -266,10 +266,10 @@ def _lay_out(row: dict[str, np.ndarray], start: int, sample: Sample, span: Span)
         return end
     row["sample_ids"][start:end] = sample.sample_id
     predicted = slice(end - 1 - sample.num_predicted, end - 1)
-    row["ptx_weights"][predicted] = sample.ptx_weight
+    # A scalar if all tokens are trained, which avoids an array for each sample.
+    is_trained = True if sample.sampled is None else sample.sampled[-sample.num_predicted :]
+    row["ptx_weights"][predicted] = sample.ptx_weight * is_trained
     if sample.generator_logprobs is not None:
-        # A scalar if all tokens are trained, which avoids an array for each sample.
-        is_trained = True if sample.sampled is None else sample.sampled
         row["loss_mask"][predicted] = is_trained
         row["loss_weights"][predicted] = sample.loss_weight * is_trained
         row["generator_logprobs"][predicted] = sample.generator_logprobs * is_trained

@@ -228,9 +228,9 @@ def _weighted_minibatches(
 def _ptx_of_minibatches(ptx: Sequence[Sample], config: GRPO) -> list[list[Sample]]:
     minibatches = []
     for part in split_evenly([s.num_tokens for s in ptx], config.num_minibatches):
-        num_predicted = sum(ptx[i].num_predicted for i in part)
+        num_trained = sum(ptx[i].num_trained for i in part)
         minibatches.append(
-            [replace(ptx[i], ptx_weight=config.ptx_coef / num_predicted) for i in part]
+            [replace(ptx[i], ptx_weight=config.ptx_coef / num_trained) for i in part]
         )
     return minibatches
 

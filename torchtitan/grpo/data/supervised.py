@@ -12,11 +12,17 @@ Example: a conversation of chat messages, ``sft.column = "messages"``::
 
     prompt      <user> 2 + 3? <end> <assistant>      (no loss)
     completion  5 <end>                              (loss)
+
+Of a longer conversation, each turn of the assistant has a loss, and the rest of the completion none.
 """
 
+import functools
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
+
+import numpy as np
 
 from torchtitan.grpo.config import SFT
 from torchtitan.grpo.config.evaluation import evaluation_sets
@@ -27,8 +33,11 @@ from torchtitan.grpo.data.step_source import StepSource
 from torchtitan.grpo.errors import DataError
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel
+from torchtitan.grpo.rollout.chat_template import tools_of
+from torchtitan.grpo.rollout.learned_turns import TurnFinder
 from torchtitan.grpo.rollout.model_match import prompt_notes
 from torchtitan.grpo.rollout.prompts import PromptLimits, PromptSet, PromptStream, check_rows
+from torchtitan.grpo.rollout.prompts.prompt_set import PromptText, read_messages
 from torchtitan.grpo.rollout.prompts.prompt_stream import Skipped
 from torchtitan.grpo.rollout.tables import RowError, Table, open_table
 from torchtitan.grpo.rollout.tokenizer import TextCodec
@@ -37,6 +46,8 @@ from torchtitan.grpo.types import Prompt, PromptProgress
 
 _OTHER_PARTS = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
 """Keys under which messages hold what their author wrote besides ``content``."""
+_IS_WHOLE, _SAMPLE = "sft/is_whole", "sft/sample"
+"""Columns: whether a conversation has its completion, and the example as tokens."""
 _REMEDY = "Raise sft.max_example_tokens or training.seq_len."
 
 
@@ -63,9 +74,12 @@ class ExampleTable(Table):
     def _example(self, row: dict[str, Any], i: int) -> dict[str, Any]:
         column, completion_column = self._settings.column, self._settings.completion_column
         messages = row[column]
-        if _ends_with_assistant(messages):
-            row[column], row[completion_column] = messages[:-1], messages[-1:]
-            if not row[column]:
+        if is_whole := _ends_with_assistant(messages):
+            begin = len(messages)
+            while begin and _ends_with_assistant(messages[:begin]):
+                begin -= 1
+            row[column], row[completion_column] = messages[:begin], messages[begin:]
+            if not begin:
                 raise RowError(
                     f"{self.where(i)}: a conversation must have a message before the assistant's "
                     f"last one, got {messages!r:.200}."
@@ -76,8 +90,8 @@ class ExampleTable(Table):
                 f"(sft.completion_column), and {column!r} (sft.column) does not end with a message "
                 f"of the assistant. Existing columns: {sorted(row)}."
             )
-        row[completion_column] = self._text(row[completion_column], i)
-        return row
+        row[completion_column] = self._read(row[completion_column], isinstance(row[column], str), i)
+        return row | {_IS_WHOLE: is_whole}
 
     def where(self, i: int) -> str:
         return self._table.where(i)
@@ -85,26 +99,48 @@ class ExampleTable(Table):
     def close(self) -> None:
         self._table.close()
 
-    def _text(self, completion: Any, i: int) -> str:
-        if _ends_with_assistant(completion) and len(completion) == 1:
-            if lost := [key for key in _OTHER_PARTS if completion[0].get(key)]:
-                raise RowError(
-                    f"{self.where(i)}: a completion is the content of the assistant's message alone, but "
-                    f"this one has {', '.join(lost)} besides, which would not be learned. Write all of "
-                    "it into content, as the model is to write it."
-                )
-            completion = completion[0]["content"]
+    def _read(self, completion: Any, is_text: bool, i: int) -> str | list[dict[str, Any]]:
+        """Returns text, or the messages that follow chat messages."""
         if isinstance(completion, str) and completion:
             return completion
+        fault = f"got {completion!r:.200}"
+        if _ends_with_assistant(completion):
+            try:
+                messages = read_messages(completion)
+            except ValueError as error:
+                raise RowError(
+                    f"{self.where(i)}: a completion must be messages, {error}."
+                ) from error
+            if not is_text:
+                return messages
+            if len(messages) == 1 and not any(map(messages[0].get, _OTHER_PARTS)):
+                return messages[0]["content"]
+            fault = f"and behind a prompt that is text, a single one with content alone, {fault}"
         raise RowError(
-            f"{self.where(i)}: a completion must be a string that is not empty, or a list with one "
-            f"message of the assistant, got {completion!r:.200}."
+            f"{self.where(i)}: a completion must be a string that is not empty, or a list of messages "
+            f"that ends with one of the assistant, {fault}."
         )
 
 
 def _ends_with_assistant(value: Any) -> bool:
     last = value[-1] if isinstance(value, list) and value else None
-    return isinstance(last, dict) and last.get("role") == "assistant" and "content" in last
+    return isinstance(last, dict) and last.get("role") == "assistant"
+
+
+class ExampleSet(PromptSet):
+    """Prompts with a column that holds the whole example, which ``make`` makes of them."""
+
+    def __init__(self, make: Callable[..., Sample], *args: Any) -> None:
+        super().__init__(*args)
+        self._make = make
+
+    def _tokens_of(self, text: PromptText, row: int, columns: dict[str, Any]) -> np.ndarray | None:
+        if (token_ids := super()._tokens_of(text, row, columns)) is not None:
+            try:
+                columns[_SAMPLE] = self._make(text, token_ids, columns)
+            except ValueError as error:
+                raise RowError(f"{self.where(row)}: {error}") from error
+        return token_ids
 
 
 class ExampleStream:
@@ -128,12 +164,13 @@ class ExampleStream:
     ) -> None:
         self._settings, prompts, row_len = config.sft, config.prompts, config.training.seq_len
         self._codec = TextCodec(
-            str(model.path), model.eos_token_ids, prompts.chat_template_kwargs, date
-        )
+            str(model.path), model.eos_token_ids, prompts.chat_template_kwargs, date,
+            special_tokens=prompts.special_tokens,
+        )  # fmt: skip
         self._path, self._key = path, key
         self._eos, self._vocab_size = model.eos_token_ids, model.vocab_size
         self._max_tokens = min(config.sft.max_example_tokens or row_len, row_len)
-        self._end_of_turn: int | None = None
+        self._left_out: Counter[str] = Counter()
         self.num_too_long = self.num_unusable = 0
         # An example has a completion of at least one token.
         limits = PromptLimits(
@@ -147,8 +184,10 @@ class ExampleStream:
             table = ExampleTable(
                 open_table(path, prompts.split, {}, column, key, prompts.name), config.sft
             )
-            self._set = PromptSet(table, replace(prompts, column=column), self._codec, limits, key)
+            prompts = replace(prompts, column=column)
+            self._set = ExampleSet(self._make, table, prompts, self._codec, limits, key)
             self.checked = check_rows(self._set, fits=self._fits)
+            self._told_left_out = sorted(self._left_out.items())
         except ValueError as error:
             raise DataError(str(error)) from error
         if self.checked.num_fitting == 0:
@@ -168,9 +207,16 @@ class ExampleStream:
         """Returns what a reader of the examples would not expect of their prompts' tokens."""
         try:
             is_chat = not isinstance(self._set.sample().text, str)
-            return list(prompt_notes(self._codec, is_chat=is_chat))
+            notes = list(prompt_notes(self._codec, is_chat=is_chat))
         except ValueError as error:
             raise DataError(str(error)) from error
+        for what, number in self._told_left_out:
+            notes.append(
+                f"{self._key}: in {number:,} of the {self.checked.num_tokenized:,} examples that were "
+                f"tokenized, the chat template does not print {what} of the assistant, which is "
+                "therefore not learned."
+            )
+        return notes
 
     @property
     def position(self) -> int:
@@ -186,7 +232,7 @@ class ExampleStream:
                 raise DataError(str(error)) from error
             for skipped in self._stream.take_skipped():
                 self._count(skipped)
-            sample = self._sample(prompt)
+            sample = prompt.columns[_SAMPLE]
             if sample.num_tokens <= self._max_tokens:
                 return sample
             self.num_too_long += 1
@@ -221,25 +267,37 @@ class ExampleStream:
             )
 
     def _fits(self, prompt: Prompt) -> bool:
-        return self._sample(prompt).num_tokens <= self._max_tokens
+        return prompt.columns[_SAMPLE].num_tokens <= self._max_tokens
 
-    def _sample(self, prompt: Prompt) -> Sample:
-        text = prompt.columns[self._settings.completion_column]
-        completion = self._codec.encode_continuation(text)
-        if not completion or completion[-1] not in self._eos:
-            completion.append(self._end(is_chat=not isinstance(prompt.text, str)))
+    def _make(self, text: PromptText, prompt_ids: np.ndarray, columns: dict[str, Any]) -> Sample:
+        completion = columns[self._settings.completion_column]
         where = f"{self._key}: {self._path}"
-        return supervised_sample(prompt.token_ids, completion, self._vocab_size, where)
+        if isinstance(completion, str):
+            ids = self._codec.encode_continuation(completion)
+            if not ids or ids[-1] not in self._eos:
+                ids.append(self._eos[0] if isinstance(text, str) else self._end_of_turn)
+            return supervised_sample(prompt_ids, ids, self._vocab_size, where)
+        assert not isinstance(text, str), "messages follow messages"
+        first = 0 if columns[_IS_WHOLE] else len(text)
+        turns = self._turns.find([*text, *completion], tools_of(columns), first)
+        self._left_out.update(turns.left_out)
+        if True not in turns.is_learned:
+            raise ValueError("the chat template prints nothing of the assistant. Remove the row.")
+        begin = turns.is_learned.index(True)
+        prompt_ids = np.array(turns.token_ids[:begin], np.int32)
+        sample = supervised_sample(prompt_ids, turns.token_ids[begin:], self._vocab_size, where)
+        return replace(sample, sampled=np.array(turns.is_learned[begin:]))
 
-    def _end(self, *, is_chat: bool) -> int:
-        """The token that ends a completion: of chat messages, what the template writes."""
-        if not is_chat:
-            return self._eos[0]
-        if self._end_of_turn is None:
-            mark = self._codec.end_of_turn()
-            token = None if mark is None else self._codec.single_token(mark)
-            self._end_of_turn = token if token in self._eos else self._eos[0]
-        return self._end_of_turn
+    @functools.cached_property
+    def _turns(self) -> TurnFinder:
+        return TurnFinder(self._codec, (*self._eos, self._end_of_turn))
+
+    @functools.cached_property
+    def _end_of_turn(self) -> int:
+        """The token that the template writes behind a turn, if it ends a completion."""
+        mark = self._codec.end_of_turn()
+        token = None if mark is None else self._codec.single_token(mark)
+        return token if token in self._eos else self._eos[0]
 
 
 class SupervisedSource(StepSource):

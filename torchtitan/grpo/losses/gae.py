@@ -147,9 +147,12 @@ def length_adaptive_lambda(decisions: Decisions, alpha: float) -> torch.Tensor:
     return (1 - 1 / (alpha * decisions.lengths())).clamp(min=0.0)
 
 
-def moments(values: torch.Tensor) -> torch.Tensor:
-    """Returns [3] float64: the number of values [n], their sum, and the sum of their squares."""
-    values = values.double()
+def moments(values: torch.Tensor, about: float = 0.0) -> torch.Tensor:
+    """Returns [3] float64: the number of values [n], and the sums of them and of their squares.
+
+    Sums of squares are exact only ``about`` a number near the values, which is subtracted.
+    """
+    values = values.double() - about
     count = torch.tensor(float(len(values)), dtype=torch.float64, device=values.device)
     return torch.stack([count, values.sum(), values.square().sum()])
 
@@ -160,16 +163,16 @@ def mean_and_variance(totals: torch.Tensor) -> tuple[float, float]:
     mean = total / max(count, 1.0)
     spread = squares - total * mean
     # Of equal numbers, only rounding errors would be left.
-    return mean, spread / max(count - 1, 1.0) if spread > 1e-12 * squares else 0.0
+    return mean, spread / max(count - 1, 1.0) if spread > 2e-14 * squares else 0.0
 
 
-def whitened(advantages: torch.Tensor, totals: torch.Tensor) -> torch.Tensor:
+def whitened(advantages: torch.Tensor, totals: torch.Tensor, about: float = 0.0) -> torch.Tensor:
     """Shifts and scales advantages to the mean 0 and the variance 1 of what ``totals`` counts.
 
     As in TRL and verl, ``(A - mean) / sqrt(variance + 1e-8)``, with the variance divided by n - 1.
     """
     mean, variance = mean_and_variance(totals)
-    return (advantages - mean) * (variance + WHITENING_EPS) ** -0.5
+    return (advantages - about - mean) * (variance + WHITENING_EPS) ** -0.5
 
 
 def explained_variance(of_errors: torch.Tensor, of_returns: torch.Tensor) -> float:

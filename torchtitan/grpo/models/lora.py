@@ -44,6 +44,8 @@ from torchtitan.grpo.weight_wire.adapter_names import (
 )
 from torchtitan.grpo.weight_wire.adapters import base_digest
 
+_MEASURED_ROWS = 8
+
 
 class AdaptedLinear(nn.Linear):
     """A frozen linear layer with an adapter, which :func:`adapters_off` switches off."""
@@ -178,10 +180,15 @@ def lora_scale(adapter: BaseStateDictAdapter) -> float:
 
 
 class AdapterMerge:
-    """Adds the adapters in a stream of whole parameters; each follows its target's module."""
+    """Adds the adapters in a stream of whole parameters; each follows its target's module.
+
+    ``arrived`` over ``meant`` is the share of the change that is left after rounding to the dtype of the
+    targets, measured on their first rows.
+    """
 
     def __init__(self, scale: float) -> None:
         self._scale = scale
+        self.arrived = self.meant = 0.0
         self._module = ""
         self._targets: dict[str, torch.Tensor] = {}
         self._rows: torch.Tensor | None = None
@@ -199,7 +206,11 @@ class AdapterMerge:
             self._rows = factor
         else:
             assert self._rows is not None, f"{name} came before its other factor"
+            before = target[:_MEASURED_ROWS].to(torch.float32, copy=True)
+            meant = self._scale * (factor[:_MEASURED_ROWS].float() @ self._rows.float())
             target.addmm_(factor, self._rows, alpha=self._scale)
+            self.arrived += float(((target[:_MEASURED_ROWS].float() - before) * meant).sum())
+            self.meant += float(meant.square().sum())
             self._rows = None
 
 

@@ -219,9 +219,15 @@ def _prompt_text(prompt: Any) -> str:
     """The text of a prompt: of several messages, with the role before each."""
     if isinstance(prompt, str):
         return prompt
-    if len(prompt) == 1:
-        return prompt[0]["content"]
-    return "\n\n".join(f"{message['role']}: {message['content']}" for message in prompt)
+    said = [(message["role"], _joined(message["content"])) for message in prompt]
+    if len(said) == 1:
+        return said[0][1]
+    return "\n\n".join(f"{role}: {text}" for role, text in said)
+
+
+def _joined(content: Any) -> str:
+    """The text of a message, which may be a list of parts."""
+    return content if isinstance(content, str) else "".join(part["text"] for part in content or ())
 
 
 def _proxy_for(url: str) -> str | None:

@@ -16,7 +16,7 @@ import re
 import signal
 import subprocess
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -37,8 +37,46 @@ _TIMES_LONGER = 8
 _WAIT_SECONDS = 300.0
 _EXIT_SECONDS = 10.0
 _PROBE = re.compile(r"qzv(\d+)k(\d+)q")
+PLAIN = "\ufdd0"
+"""Stands, in rendered text, inside the spelling of a special token that a message's text holds. No
+text has this code point, which Unicode reserves for such use."""
 
 Messages = Sequence[dict[str, Any]]
+_as_json = functools.partial(json.dumps, ensure_ascii=False)
+
+
+_TEXTS = (None, "text", "input_text", "output_text")
+_MEDIA = re.compile(r"(input_)?(image|audio|video)s?(_url|_path)?")
+
+
+def joined_text(content: Any) -> Any:
+    """Joins the parts of a message's content. A ValueError names the first that is no text."""
+    if not isinstance(content, list):
+        return content
+    parts = [{"text": part} if isinstance(part, str) else part for part in content]
+    for part in parts:
+        kind = (media_in(part) or part.get("type")) if isinstance(part, dict) else type(part)
+        if kind not in _TEXTS or not isinstance(part.get("text"), str):
+            raise ValueError(f"a part of type {kind!r}, {part!r:.80}")
+    return "".join(part["text"] for part in parts)
+
+
+def media_in(values: Mapping[str, Any]) -> str | None:
+    """Returns the first key that names images, audio or video and has a value."""
+    return next((key for key, value in values.items() if value and _MEDIA.fullmatch(key)), None)
+
+
+def tools_of(columns: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Returns the functions in a row's column ``tools``, which may be JSON. Raises ValueError."""
+    tools = columns.get("tools") or []
+    with contextlib.suppress(ValueError, RecursionError):
+        tools = json.loads(tools) if isinstance(tools, str) else tools
+    if isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools):
+        return tools
+    raise ValueError(
+        "column 'tools' is shown to the chat template and must be a list of functions, or JSON of "
+        f"one, got {tools!r:.80}. If it is something else, rename it (prompts.rename)."
+    )
 
 
 class LeftOut(ValueError):
@@ -54,10 +92,18 @@ class ChatTemplate:
     vanish.
 
     ``date`` is the time that the template always takes for now, in ISO format (empty: this moment).
+    What ``special`` finds in tools and messages, but for those of the assistant, gets a :data:`PLAIN`
+    behind its first character.
     """
 
-    def __init__(self, path: Path, variables: Mapping[str, Any], date: str = "") -> None:
-        self._path, self._variables = path, dict(variables)
+    def __init__(
+        self,
+        path: Path,
+        variables: Mapping[str, Any],
+        date: str = "",
+        special: re.Pattern[str] | None = None,
+    ) -> None:
+        self._path, self._variables, self._special = path, dict(variables), special
         self._date = date or datetime.now().isoformat()
         self._number = next(_numbers)
         self._known: set[tuple[Any, Any]] = set()
@@ -74,8 +120,30 @@ class ChatTemplate:
     def render(self, messages: Messages, *, opens_turn: bool = True, tools: Messages = ()) -> str:
         """Returns the text of a conversation, with the start of the assistant's turn.
 
-        Raises ``ValueError`` if the template cannot, and :class:`LeftOut` if it leaves something out.
+        Templates differ in the form of calls that they take, so each form is tried. Raises
+        ``ValueError`` if the template cannot, and :class:`LeftOut` if it leaves something out.
         """
+        if self._special is not None:
+            tools = marked_plain(self._special, tools)
+            messages = [
+                m if m.get("role") == "assistant" else marked_plain(self._special, m)
+                for m in messages
+            ]
+        quoted, refused = None, None
+        for form in _forms_of_calls(messages):
+            try:
+                text = self._checked(form, opens_turn=opens_turn, tools=tools)
+            except ValueError as error:
+                refused = refused or error
+                continue
+            if not _quotes_arguments(form, text):
+                return text
+            quoted = quoted or text
+        if quoted is None and refused is not None:
+            raise refused
+        return quoted or ""
+
+    def _checked(self, messages: Messages, *, opens_turn: bool, tools: Messages) -> str:
         text = self._render(messages, opens_turn=opens_turn, tools=tools)
         # Pairs, because long conversations would otherwise be new again and again. Longer ones are
         # checked as well whenever they have doubled, in case a template prints only so many messages.
@@ -174,13 +242,64 @@ class ChatTemplate:
         return True
 
 
+def marked_plain(special: re.Pattern[str], value: Any) -> Any:
+    """Returns text, or messages and what they hold, with :data:`PLAIN` in what ``special`` finds."""
+    if isinstance(value, str):
+        return special.sub(lambda found: PLAIN.join((found[0][:1], found[0][1:])), value)
+    if isinstance(value, Mapping):
+        return {key: marked_plain(special, of_key) for key, of_key in value.items()}
+    if isinstance(value, list | tuple):
+        return [marked_plain(special, one) for one in value]
+    return value
+
+
+def _forms_of_calls(messages: Messages) -> Iterator[Messages]:
+    """Yields messages as they are, and those with calls also in the forms that templates take.
+
+    No text beside calls is empty for most of them, and arguments are objects; for DeepSeek's, it is
+    null, and arguments are strings.
+    """
+    yield [{key: of_key for key, of_key in m.items() if of_key is not None} for m in messages]
+    if any(message.get("tool_calls") for message in messages):
+        yield [_formed(message, "", str, json.loads) for message in messages]
+        yield [_formed(message, None, dict, _as_json) for message in messages]
+
+
+def _formed(
+    message: dict[str, Any], empty: str | None, kind: type, form: Callable[[Any], Any]
+) -> dict[str, Any]:
+    """Returns a message with arguments of a ``kind`` in another form, if it has calls."""
+    calls = []
+    for call, arguments in _arguments(message):
+        with contextlib.suppress(ValueError, RecursionError):  # text that is no JSON stays as it is
+            if isinstance(arguments, kind):
+                call = call | {"function": call["function"] | {"arguments": form(arguments)}}
+        calls.append(call)
+    changed = {"content": message.get("content") or empty, "tool_calls": calls}
+    return message | changed if calls else message
+
+
+def _arguments(message: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
+    """Yields the calls of a message, with their arguments if they have any."""
+    calls = message.get("tool_calls")
+    for call in calls if isinstance(calls, list) else ():
+        function = call.get("function") if isinstance(call, dict) else None
+        yield call, function.get("arguments") if isinstance(function, dict) else None
+
+
+def _quotes_arguments(messages: Messages, text: str) -> bool:
+    """Whether a template has quoted arguments that are JSON in a string."""
+    given = [arguments for message in messages for _, arguments in _arguments(message)]
+    return any(isinstance(one, str) and _as_json(one) in text for one in given)
+
+
 def _shape(message: Mapping[str, Any]) -> tuple[Any, ...]:
     """Everything besides the text by which a template may tell messages apart."""
     calls = message.get("tool_calls")
     num_calls = len(calls) if isinstance(calls, list) else 0
     content = message.get("content")
-    kind = len(content) if isinstance(content, list) else type(content) if content else None
-    return message.get("role"), kind, num_calls, *sorted(message)
+    kind = len(content) if isinstance(content, list) else type(content)
+    return message.get("role"), kind, bool(content), num_calls, *sorted(message)
 
 
 def _probed(message: Mapping[str, Any], position: int) -> dict[str, Any]:

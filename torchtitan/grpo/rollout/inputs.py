@@ -230,8 +230,11 @@ def evaluation_functions(config: RolloutProcessConfig) -> list[str]:
 
 
 def make_codec(config: RolloutProcessConfig) -> TextCodec:
-    variables = config.prompts.chat_template_kwargs
-    return TextCodec(config.hf_assets_path, config.eos_token_ids, variables, config.date)
+    prompts = config.prompts
+    return TextCodec(
+        config.hf_assets_path, config.eos_token_ids, prompts.chat_template_kwargs, config.date,
+        special_tokens=prompts.special_tokens,
+    )  # fmt: skip
 
 
 def open_prompts(

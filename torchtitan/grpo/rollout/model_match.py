@@ -7,10 +7,7 @@ A model directory that was put together from two models loads without an error. 
 follow: a completion that never ends, or a token that the model does not have.
 """
 
-import json
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 from torchtitan.grpo.config import RolloutProcessConfig
 from torchtitan.grpo.rollout.chat_template import LeftOut
@@ -82,7 +79,7 @@ def _vocabulary_warnings(codec: TextCodec, config: RolloutProcessConfig) -> Iter
 def _end_warnings(codec: TextCodec, config: RolloutProcessConfig, is_chat: bool) -> Iterator[str]:
     ends = {*config.eos_token_ids, *config.rollout.stop_token_ids}
     known = ", ".join(f"{token} {codec.token_text(token)!r}" for token in sorted(ends))
-    candidates = {"the tokenizer's eos_token": _eos_of_tokenizer(Path(config.hf_assets_path))}
+    candidates = {"the tokenizer's eos_token": codec.special_text("eos_token")}
     if is_chat:
         candidates["the token with which the chat template ends a turn"] = codec.end_of_turn()
     found: dict[int, str] = {}
@@ -97,11 +94,3 @@ def _end_warnings(codec: TextCodec, config: RolloutProcessConfig, is_chat: bool)
             f"rollout.max_new_tokens. Set rollout.stop_token_ids = [{token}], or add it to "
             "eos_token_id in generation_config.json."
         )
-
-
-def _eos_of_tokenizer(folder: Path) -> str | None:
-    file = folder / "tokenizer_config.json"
-    if not file.is_file():
-        return None
-    token: Any = json.loads(file.read_bytes()).get("eos_token")
-    return token.get("content") if isinstance(token, dict) else token

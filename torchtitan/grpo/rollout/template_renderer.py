@@ -53,13 +53,12 @@ def _render(tokenizer: Any, request: dict[str, Any]) -> str:
     template = chat_template_utils._compile_jinja_template(tokenizer.get_chat_template())
     # Variables must be plain data, so the function that prints the date is set here.
     template.environment.globals["strftime_now"] = date.strftime
-    return tokenizer.apply_chat_template(
-        request["messages"],
-        tools=request["tools"] or None,
-        add_generation_prompt=request["opens_turn"],
-        tokenize=False,
-        **request["variables"],
-    )
+    messages, settings = request["messages"], dict(request["variables"])
+    settings |= {"tools": request["tools"] or None, "add_generation_prompt": request["opens_turn"]}
+    if any(message.get("content", "") is None for message in messages):
+        # The library leaves nulls out, for which DeepSeek's templates look.
+        return template.render(messages=messages, **tokenizer.special_tokens_map, **settings)
+    return tokenizer.apply_chat_template(messages, tokenize=False, **settings)
 
 
 def answer(request: dict[str, Any]) -> dict[str, str | None]:

@@ -6,17 +6,26 @@
 import copy
 import functools
 import json
+import re
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 
-from torchtitan.grpo.rollout.chat_template import ChatTemplate
+from torchtitan.grpo.rollout.chat_template import PLAIN, ChatTemplate, marked_plain
 from torchtitan.grpo.weight_wire.model_folder import about_pointer
 
 # Placeholder for the assistant's turn when a reply is rendered. Templates keep letters as is.
 _TURN = "THETURNOFTHEASSISTANT"
+# Stands before a special token that the template has written, where a text holds others that are plain.
+_WRITTEN = "\ufdd1"
+# DeepSeek's tokenizer does not say that its marks of turns are special.
+_MARK = re.compile(r"<[|\uff5c].+[|\uff5c]>")
+# Whether transformers 4 puts a beginning of sequence before texts, whatever tokenizer.json says, if
+# add_bos_token does not say it; transformers 5 reads tokenizer.json.
+_BEGINS = {"Llama": True, "CodeLlama": True, "Gemma": True, "Cohere": True, "GPTNeoX": False}
 
 
 _PIECE_CHARS = 2**15
@@ -35,6 +44,7 @@ class TextCodec:
 
     ``eos_token_ids`` are removed from the end of a completion before decoding. ``prompt_end`` is
     the token at the end of chat prompts if it ends a completion, and empty if it does not.
+    ``special_tokens`` is ``prompts.special_tokens``.
     """
 
     def __init__(
@@ -43,14 +53,15 @@ class TextCodec:
         eos_token_ids: Sequence[int],
         chat_template_kwargs: Mapping[str, Any] | None = None,
         date: str = "",
+        *,
+        special_tokens: bool = False,
     ) -> None:
-        self._path = Path(hf_assets_path)
+        self._path, self._reads_special = Path(hf_assets_path), special_tokens
         self._chat_kwargs = dict(chat_template_kwargs or {})
         self._eos = frozenset(eos_token_ids)
         self._date = date
         self.prompt_end: str | None = None
         self._most_tokens: int | None = None
-        self._plain: Tokenizer | None = None
         file = self._path / "tokenizer.json"
         if not file.is_file():
             raise ValueError(
@@ -91,9 +102,28 @@ class TextCodec:
         # A spelling of the vocabulary, because any other text may have no token.
         encoding = self._tokenizer.encode(max(self.vocabulary(), key=len, default=""))
         ids, is_added = encoding.ids, encoding.special_tokens_mask
-        if 0 not in is_added:
-            return [], []
-        return ids[: is_added.index(0)], ids[len(ids) - is_added[::-1].index(0) :]
+        before, after = [], []
+        if 0 in is_added:
+            before = ids[: is_added.index(0)]
+            after = ids[len(ids) - is_added[::-1].index(0) :]
+        kind = str(self.settings.get("tokenizer_class")).removesuffix("Fast")
+        begins = _BEGINS.get(kind.removesuffix("Tokenizer"))
+        bos = self.special_text("bos_token")
+        token = None if begins is None or bos is None else self._tokenizer.token_to_id(bos)
+        if token is not None:
+            before = [token] if self.settings.get("add_bos_token", begins) else []
+        return before, after
+
+    @functools.cached_property
+    def settings(self) -> dict[str, Any]:
+        """What tokenizer_config.json says."""
+        file = self._path / "tokenizer_config.json"
+        return json.loads(file.read_bytes()) if file.is_file() else {}
+
+    def special_text(self, name: str) -> str | None:
+        """The spelling of a token that has a name, such as ``eos_token``."""
+        token = self.settings.get(name)
+        return token.get("content") if isinstance(token, dict) else token
 
     def left_out(self) -> list[str]:
         """The special tokens after a text that :meth:`encode` leaves out."""
@@ -104,13 +134,53 @@ class TextCodec:
 
         Raises ValueError if the text has half of a surrogate pair, which JSON can hold.
         """
+        return self.encode_to(text, ())[0]
+
+    def encode_to(self, text: str, places: Sequence[int]) -> tuple[list[int], list[int]]:
+        """As :meth:`encode_continuation`, with the number of tokens that end at or before each place."""
+        tokenizer, known, read = self._tokenizer, {}, lambda part: part
+        if PLAIN in text:
+            (tokenizer, known), read = self._apart, self._written
         try:
             self._check_length(text)
-            return self._tokenizer.encode(text, add_special_tokens=False).ids
+            encoding = tokenizer.encode(read(text), add_special_tokens=False)
         except TypeError as error:
             raise ValueError(
                 "Text must be valid Unicode, but half of a surrogate pair is in it."
             ) from error
+        ends = [end for _, end in encoding.offsets] if places else []
+        ids = [known.get(token, token) for token in encoding.ids]
+        return ids, [bisect_right(ends, len(read(text[:place]))) for place in places]
+
+    @functools.cached_property
+    def special(self) -> re.Pattern[str]:
+        """Finds special tokens in text, the longest first."""
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        names = [t.content for t in added if t.special or _MARK.fullmatch(t.content)]
+        names = sorted(filter(None, names), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, names)) or r"(?!)")
+
+    def _written(self, text: str) -> str:
+        marked = self.special.sub(rf"{_WRITTEN}\g<0>", text.replace(_WRITTEN, ""))
+        return marked.replace(PLAIN, "")
+
+    @functools.cached_property
+    def _apart(self) -> tuple[Tokenizer, dict[int, int]]:
+        """Reads special tokens behind a mark alone, with the id of each by that in this tokenizer."""
+        apart, known = Tokenizer.from_str(self._tokenizer.to_str()), {}
+        apart.encode_special_tokens = True
+        for token, added in self._tokenizer.get_added_tokens_decoder().items():
+            if self.special.fullmatch(added.content):
+                marked = AddedToken(
+                    _WRITTEN + added.content,
+                    lstrip=added.lstrip,
+                    rstrip=added.rstrip,
+                    normalized=False,
+                )
+                apart.add_special_tokens([added.content])
+                apart.add_tokens([marked])
+                known[apart.token_to_id(marked.content)] = token
+        return apart, known
 
     def _check_length(self, text: str) -> None:
         """Raises TextTooLong once the pieces of a text have too many tokens.
@@ -132,18 +202,24 @@ class TextCodec:
     def count(self, text: str) -> int:
         return len(self.encode_continuation(text))
 
-    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
+    def encode_chat(
+        self, messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()
+    ) -> list[int]:
         """Returns the token IDs of a conversation and of the start of the assistant's turn."""
-        text = self.template.render(messages)
+        text = self.template.render(messages, tools=tools)
         if self.prompt_end is None:
-            self.prompt_end = self._checked_end(messages, text)
+            self.prompt_end = self._checked_end(messages, text, tools)
         # The template writes the special tokens itself.
         return self.encode_continuation(text)
 
-    def _checked_end(self, messages: list[dict[str, str]], text: str) -> str:
+    def _checked_end(
+        self, messages: list[dict[str, Any]], text: str, tools: Sequence[dict[str, Any]]
+    ) -> str:
         ids = self.encode_continuation(text.rstrip())
         end = self.token_text(ids[-1]) if ids and ids[-1] in self._eos else None
-        if end is not None and text != self.template.render(messages, opens_turn=False):
+        if end is not None and text != self.template.render(
+            messages, opens_turn=False, tools=tools
+        ):
             raise ValueError(
                 f"The chat template of {self._path} must open the assistant's turn, but what it adds "
                 f"for add_generation_prompt ends with {end!r}, which ends a completion. Correct the "
@@ -200,12 +276,9 @@ class TextCodec:
 
     def encode_observation(self, text: str, *, has_special_tokens: bool) -> list[int]:
         """Without ``has_special_tokens``, the spelling of a special token is plain text."""
-        if has_special_tokens:
-            return self.encode_continuation(text)
-        if self._plain is None:
-            self._plain = Tokenizer.from_str(self._tokenizer.to_str())
-            self._plain.encode_special_tokens = True
-        return self._plain.encode(text, add_special_tokens=False).ids
+        return self.encode_continuation(
+            text if has_special_tokens else marked_plain(self.special, text)
+        )
 
     def single_token(self, text: str) -> int | None:
         ids = self.encode_continuation(text)
@@ -228,10 +301,8 @@ class TextCodec:
         return self._tokenizer.id_to_token(token_id)
 
     def has_chat_template(self) -> bool:
-        if (self._path / "chat_template.jinja").is_file():
-            return True
-        file = self._path / "tokenizer_config.json"
-        return file.is_file() and bool(json.loads(file.read_bytes()).get("chat_template"))
+        is_file = (self._path / "chat_template.jinja").is_file()
+        return is_file or bool(self.settings.get("chat_template"))
 
     def end_of_turn(self) -> str | None:
         """Returns the special token that the chat template writes after an assistant's message."""
@@ -245,7 +316,8 @@ class TextCodec:
 
     @functools.cached_property
     def template(self) -> ChatTemplate:
-        return ChatTemplate(self._path, self._chat_kwargs, self._date)
+        special = None if self._reads_special else self.special
+        return ChatTemplate(self._path, self._chat_kwargs, self._date, special)
 
     def decode(self, completion_ids: Sequence[int]) -> str:
         """Returns the text of a completion, without special tokens and end of sequence."""

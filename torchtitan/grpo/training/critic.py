@@ -95,9 +95,17 @@ class Estimates:
         errors = self.returns - self.values
         return torch.cat([moments(of_tokens), moments(self.returns), moments(errors)])
 
-    def advantages_on_tokens(self, rows: TrainRows, totals: torch.Tensor | None) -> TrainRows:
-        """Returns the rows with advantages, whitened by the ``totals`` of a batch's moments."""
-        advantages = self.advantages if totals is None else whitened(self.advantages, totals[:3])
+    def moments_about(self, mean: float) -> torch.Tensor:
+        """Returns [3] float64, those of the advantages of tokens about the mean of a batch."""
+        return moments(self.advantages[self.decisions.of_token], mean)
+
+    def advantages_on_tokens(
+        self, rows: TrainRows, totals: torch.Tensor | None, mean: float = 0.0
+    ) -> TrainRows:
+        """Returns the rows with advantages, whitened by the ``totals`` of :meth:`moments_about`."""
+        advantages = self.advantages
+        if totals is not None:
+            advantages = whitened(advantages, totals, mean)
         on_tokens = self.decisions.on_tokens(advantages, rows.loss_mask.shape)
         return replace(rows, advantages=on_tokens)
 

@@ -26,6 +26,7 @@ from torchtitan.grpo.losses.distillation import (
     sampled_reverse_kl,
     with_teacher,
 )
+from torchtitan.grpo.losses.gae import mean_and_variance
 from torchtitan.grpo.losses.kl import sample_kl_sums
 from torchtitan.grpo.losses.loss_metrics import Metric, MetricTotals
 from torchtitan.grpo.losses.objective import LossInputs, objective, weight_sums
@@ -241,9 +242,11 @@ class Scorer:
             found.append(estimate(rows, values, rewards, of_ref, critic.settings, self.config))
         totals = torch.from_numpy(self._sum(NUM_MOMENTS, (each.moments for each in found)))
         metrics.moments.add_(totals)
-        whitening = totals if critic.settings.whiten else None
+        mean, whitening = mean_and_variance(totals[:3])[0], None
+        if critic.settings.whiten:
+            whitening = torch.from_numpy(self._sum(3, (each.moments_about(mean) for each in found)))
         pairs = list(zip(found, minibatches, strict=True))
-        valued = [each.advantages_on_tokens(rows, whitening) for each, rows in pairs]
+        valued = [each.advantages_on_tokens(rows, whitening, mean) for each, rows in pairs]
         return valued, [each.targets(rows) for each, rows in pairs]
 
     @property

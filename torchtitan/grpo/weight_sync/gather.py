@@ -17,7 +17,7 @@ of FSDP are while a version is gathered.
 import asyncio
 import functools
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 
 import torch
@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from torchtitan.grpo.models.collect import Collector, agree_on_assembly, collecting_group
 from torchtitan.grpo.models.lora import AdapterMerge, lora_scale
+from torchtitan.grpo.system.logs import logger
 from torchtitan.grpo.system.network import boot_id
 from torchtitan.grpo.system.rank_calls import operation
 from torchtitan.grpo.upstream.state_dict import BaseStateDictAdapter
@@ -35,6 +36,8 @@ from torchtitan.grpo.weight_wire.adapter_names import is_adapter
 
 _HOST = torch.device("cpu")
 _POLL_SECONDS = 0.02
+# Early changes are always small, and their share grows with them.
+_JUDGED_VERSION, _SMALL_SHARE = 10, 0.25
 
 
 def agree_on_push(
@@ -77,6 +80,7 @@ class Gatherer:
         self._adapter, self._slots = adapter, slots
         rank = dist.get_rank()
         self._own = plan.source(rank)
+        self._is_first = rank == plan.sources[0].rank
         self._layout = plan.layouts.get(rank)
         # Every rank must take part in the creation of every group, even if it is not a member.
         self._collectors: list[tuple[SourcePlan, Collector]] = []
@@ -123,11 +127,15 @@ class Gatherer:
         # Parameters that are not converted are assembled directly in their buckets.
         places = self._layout.wholes_in(payload.buffers)
         whole = collector.collect(shards, others=others, places=places)
+        merges = []
         for index, plan in enumerate(source.buckets):
-            self._fill(plan, whole, payload.buffers[index])
+            merges.append(self._fill(plan, whole, payload.buffers[index]))
             payload.filled(index)
         for name, _ in whole:
             raise AssertionError(f"parameter {name} must be in a bucket, but is in none")
+        if self._is_first and payload.version >= _JUDGED_VERSION:
+            self._is_first = False  # it is said once
+            _warn_of_rounding(merges, payload.version)
 
     def close(self) -> None:
         """Ends the threads. A thread that waits for another rank ends at its timeout."""
@@ -135,7 +143,7 @@ class Gatherer:
 
     def _fill(
         self, plan: BucketPlan, whole: Iterator[tuple[str, torch.Tensor]], buffer: torch.Tensor
-    ) -> None:
+    ) -> AdapterMerge:
         position = 0
         merge = AdapterMerge(lora_scale(self._adapter))
         for assembly in plan.assemblies:
@@ -154,6 +162,18 @@ class Gatherer:
             if position > begin:
                 merge.target(name, buffer[begin:position].view(full.dtype), assembly.shape)
         assert position == plan.num_bytes, (plan.spec.names, position)
+        return merge
+
+
+def _warn_of_rounding(merges: Sequence[AdapterMerge], version: int) -> None:
+    meant = sum(merge.meant for merge in merges)
+    share = sum(merge.arrived for merge in merges) / meant if meant else 1.0
+    if share < _SMALL_SHARE:
+        logger.warning(
+            f"Servers get {max(share, 0.0):.0%} of what the adapters of version {version} change: added "
+            "to the weights, the rest is lost in rounding to the dtype in which they travel. Set "
+            "weight_sync.dtype and inference.dtype to 'float32', or raise optimizer.lr or lora.alpha."
+        )
 
 
 class Agent:

@@ -19,7 +19,7 @@ from torchtitan.grpo.config.environments import (
     reward_functions,
 )
 from torchtitan.grpo.config.evaluation import evaluation_sets, longest_answer
-from torchtitan.grpo.config_checks import ConfigError, check_model, unused_server_settings
+from torchtitan.grpo.config_checks import ConfigError, check_model, warnings_of
 from torchtitan.grpo.config_manager import load_config
 from torchtitan.grpo.dry_run import describe_plan
 from torchtitan.grpo.job_config import JobConfig
@@ -322,16 +322,45 @@ def test_keys_that_only_launched_servers_read_are_named_without_their_values(sou
     # These concern servers that run already, too.
     inference.startup_timeout_seconds, inference.max_model_len, inference.api_key = 5.0, 64, "x"
     setattr(inference, source, value)
-    assert unused_server_settings(config) == []
+    assert warnings_of(config) == []
     inference.python, inference.dtype, inference.extra_args = "python3", "float32", ["--key=secret"]
-    (warning,) = unused_server_settings(config)
+    (warning,) = warnings_of(config)
     assert "inference.python, inference.dtype, inference.extra_args, because" in warning
     assert f"the servers of inference.{source} run" in warning
     assert "secret" not in warning
     inference.launch = True
-    assert unused_server_settings(config) == []
+    assert warnings_of(config) == []
     inference.launch, config.rollout.replay = False, "rollouts.bin"
-    assert unused_server_settings(config) == []
+    assert warnings_of(config) == []
+
+
+@pytest.mark.parametrize(
+    ("seq_len", "prompt", "answer", "is_told"),
+    [
+        (16, 10, 12, True),
+        (16, 4, 13, True),
+        (16, 15, 2, True),
+        (16, 10, 6, False),
+        (16, 0, 12, False),
+        (9, 20, 8, True),
+    ],
+)
+def test_rows_shorter_than_prompt_and_answer_are_told_with_the_three_settings(
+    seq_len, prompt, answer, is_told
+):
+    config = JobConfig()
+    config.inference.launch, config.training.seq_len = True, seq_len
+    config.prompts.max_prompt_tokens, config.rollout.max_new_tokens = prompt, answer
+    told = warnings_of(config)
+    assert len(told) == is_told
+    if is_told:
+        assert (
+            f"prompts.max_prompt_tokens ({prompt}) plus rollout.max_new_tokens ({answer})"
+            in told[0]
+        )
+        assert f"training.seq_len ({seq_len})" in told[0]
+    config.sft.path = "examples.jsonl"
+    assert warnings_of(config) == []
 
 
 def _rows() -> Iterator[tuple[str, str, list[str]]]:

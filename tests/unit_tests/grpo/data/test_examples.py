@@ -90,11 +90,38 @@ def test_chat_messages_go_through_the_chat_template_in_every_form(open_stream):
     assert {text(stream.next()) for _ in rows} == {"UaEA|bE"}
 
 
-def test_a_conversation_is_trained_on_its_last_message(open_stream):
-    rows = [{"messages": [user("a"), assistant("b"), user("c"), assistant("d")]}]
+def test_a_conversation_is_trained_on_each_turn_of_the_assistant(open_stream):
+    rows = [{"messages": [user("a"), assistant("b"), user("c"), assistant("d"), assistant("e")]}]
     prompts = Prompts(system_prompt="s", shuffle=False)
     stream = open_stream(rows, column="messages", prompts=prompts)
-    assert text(stream.next()) == "SsEUaEAbEUcEA|dE"
+    sample = stream.next()
+    assert text(sample) == "SsEUaEA|bEUcEAdEAeE"
+    assert learned(sample) == "bE....dEAeE", "messages that follow each other are one turn"
+    assert sample.num_trained == 7 and stream.notes() == []
+
+
+def learned(sample):
+    pairs = zip(sample.completion_ids, sample.sampled, strict=True)
+    return "".join(CHARACTERS[i] if own else "." for i, own in pairs)
+
+
+def test_messages_of_a_completion_are_learned_and_those_of_the_prompt_are_not(open_stream):
+    said = [user("a"), assistant("b"), user("c")]
+    rows = [{"prompt": said, "completion": [assistant("d"), user("e"), assistant("f")]}]
+    sample = open_stream(rows).next()
+    assert text(sample) == "UaEAbEUcEA|dEUeEAfE"
+    assert learned(sample) == "dE....fE"
+
+
+def test_what_the_template_does_not_print_is_said(open_stream):
+    rows = [{"prompt": [user("a"), THOUGHT]}, {"prompt": [user("a"), assistant("b")]}]
+    rows.append({"prompt": [user("a"), assistant("b") | {"function_call": {"name": "f"}}]})
+    notes = open_stream(rows).notes()
+    assert [note.partition(" of the assistant")[0] for note in notes] == [
+        "sft.path: in 1 of the 3 examples that were tokenized, the chat template does not print "
+        + what
+        for what in ("function_call (write tool_calls)", "thinking")
+    ]
 
 
 def test_what_is_too_long_is_left_out_and_counted(open_stream):
@@ -124,6 +151,7 @@ def test_a_stream_continues_another_one_at_its_position(open_stream):
 
 
 THOUGHT = assistant("b") | {"reasoning_content": "c"}
+CALL = {"type": "function", "function": {"name": "f", "arguments": {}}}
 CALLED = assistant("b") | {"tool_calls": [{"id": 1}]}
 BAD_EXAMPLES = {
     "null_prompt": ({"prompt": None, "completion": "b"}, "must be a string, or a list"),
@@ -132,9 +160,16 @@ BAD_EXAMPLES = {
     "number": ({"prompt": "a", "completion": 5}, "must be a string that is not empty"),
     "answer_alone": ({"prompt": [assistant("b")]}, "must have a message before"),
     "no_object": ([1], "must be a JSON object"),
-    "of_the_user": ({"prompt": "a", "completion": [user("b")]}, "one message of the assistant"),
-    "reasoning": ({"prompt": [user("a"), THOUGHT]}, "has reasoning_content besides"),
-    "calls": ({"prompt": "a", "completion": [CALLED]}, "has tool_calls besides"),
+    "of_the_user": ({"prompt": "a", "completion": [user("b")]}, "ends with one of the assistant"),
+    "reasoning": ({"prompt": "a", "completion": [THOUGHT]}, "a single one with content alone"),
+    "calls": ({"prompt": "a", "completion": [CALLED]}, "a single one with content alone"),
+    "lost_calls": (
+        {"prompt": [user("a"), CALLED | {"tool_calls": [CALL]}]},
+        "tool_calls of the role",
+    ),
+    "image": ({"prompt": [user("a"), assistant([{"type": "image"}])]}, "a part of type 'image'"),
+    "number_in_it": ({"prompt": [user("a")], "completion": [user(5), assistant("b")]}, "is 5"),
+    "nothing": ({"prompt": [user("a")], "completion": []}, "must be a string that is not empty"),
 }
 
 

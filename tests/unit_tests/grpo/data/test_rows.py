@@ -48,6 +48,16 @@ def test_rows_are_aligned_to_the_predicted_token():
     assert rows.positions[2].tolist() == list(range(8))
 
 
+def test_a_supervised_sequence_has_weights_on_the_turns_that_are_learned():
+    sampled = np.array([True, False, False, True])
+    turns = sample([5], [7, 8, 9, 6], None, ptx_weight=0.5, sampled=sampled)
+    alone = sample([], [7, 8, 9, 6], None, ptx_weight=0.5, sampled=sampled)
+    rows = build_rows([turns, alone], [[0], [1]], 6)
+    assert rows.ptx_weights.tolist() == [[0.5, 0, 0, 0.5, 0, 0], [0, 0, 0.5, 0, 0, 0]]
+    assert rows.scored.tolist() == (rows.ptx_weights > 0).tolist()
+    assert (turns.num_trained, alone.num_trained) == (2, 1)
+
+
 def test_sequences_of_a_group_share_their_contexts_in_a_row():
     """Two share their prompt, of which a third shares the first token; a fourth is of another group."""
     of = {"sample_id": 0, "loss_weight": 0.5, "group": 7}

@@ -110,6 +110,23 @@ def test_the_moments_of_parts_of_a_batch_add_up():
     assert mean_and_variance(parts) == pytest.approx((float(values.mean()), float(values.var())))
 
 
+@pytest.mark.parametrize("center", [1e4, -1e4, 1e6, 1e8])
+def test_advantages_far_from_zero_are_whitened_as_those_near_it(center):
+    advantages = float64(*[center + 0.5, center - 0.5] * 2)
+    mean = mean_and_variance(moments(advantages))[0]
+    found = whitened(advantages, moments(advantages, mean), mean)
+    close(found, float64(1, -1, 1, -1) * 0.75**0.5, rtol=1e-6)
+    equal = torch.full((1000,), center / 3, dtype=torch.float64)
+    mean = mean_and_variance(moments(equal))[0]
+    assert whitened(equal, moments(equal, mean), mean).abs().max() < 1e-3
+
+
+def test_small_advantages_far_from_zero_are_whitened_without_a_second_pass():
+    advantages = float64(*[1e4 + 0.005, 1e4 - 0.005] * 2)
+    expected = float64(1, -1, 1, -1) * 0.005 / (0.005**2 * 4 / 3 + 1e-8) ** 0.5
+    close(whitened(advantages, moments(advantages)), expected, rtol=0.01)
+
+
 def test_the_scan_equals_a_plain_loop_on_random_rows():
     generator = torch.Generator().manual_seed(0)
     loss_mask = torch.rand(5, 40, generator=generator) < 0.7

@@ -378,7 +378,8 @@ async def test_the_template_takes_columns_and_messages_and_may_be_a_file(tmp_pat
     async with judging("1") as server:
         settings = replace(server.settings, template=str(file), options={"temperature": 0.0})
         written = [{"role": "assistant", "content": "four"}]
-        for prompt in ("2+2", [user], [system, user]):
+        parts = user | {"content": [{"type": "text", "text": "2"}, {"type": "text", "text": "+2"}]}
+        for prompt in ("2+2", [user], [system, user], [parts], [system, parts]):
             await ask(settings, written if prompt != "2+2" else "four", prompt=prompt, answer=4)
         with pytest.raises(
             ValueError, match=r"names {answer}, which is no column .* completion, prompt"
@@ -386,7 +387,7 @@ async def test_the_template_takes_columns_and_messages_and_may_be_a_file(tmp_pat
             await ask(settings, "four")
     texts = [body["messages"][0]["content"] for body in server.bodies]
     rest = '\nA: four\nRight: 4\nReply {"score": N}'
-    assert texts == [f"Q: 2+2{rest}"] * 2 + [f"Q: system: Be brief.\n\nuser: 2+2{rest}"]
+    assert sorted(set(texts)) == [f"Q: 2+2{rest}", f"Q: system: Be brief.\n\nuser: 2+2{rest}"]
     assert server.bodies[0] | {"messages": []} == {
         "path": "/v1/chat/completions", "model": "m", "messages": [], "temperature": 0.0,
     }  # fmt: skip

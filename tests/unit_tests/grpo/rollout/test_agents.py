@@ -456,14 +456,29 @@ async def test_an_unanswered_request_is_not_trained(model: Path, kind: str) -> N
         assert played.texts() == ["u:7;a:[12<eos>]", *second]
 
 
-async def raw(url: str, key: str, body: Any, path: str = "/chat/completions") -> tuple[int, Any]:
-    headers = {"Authorization": f"Bearer {key}"}
+async def raw(
+    url: str, key: str, body: Any, path: str = "/chat/completions", scheme: str = "Bearer "
+) -> tuple[int, Any]:
+    headers = {"Authorization": scheme + key}
     async with aiohttp.ClientSession() as session:
         try:
             async with session.post(url + path, data=body, headers=headers) as answer:
                 return answer.status, await answer.read()
         except aiohttp.ClientError as error:  # the server stops reading
             return 0, error
+
+
+@pytest.mark.parametrize("scheme", ["Basic ", "Token ", "ApiKey ", "", "Bearer: ", "BearerBearer "])
+async def test_a_key_counts_under_its_scheme_alone(scheme: str, model: Path) -> None:
+    body = json.dumps({"messages": [USER]}).encode()
+
+    async def program(client: Any, row: Any, access: Any) -> None:
+        found = await raw(access.base_url, access.key, body, scheme=scheme)
+        assert found[0] == 401 and b"invalid_api_key" in found[1]
+        assert (await raw(access.base_url, access.key, body, scheme="bearer "))[0] == 200
+
+    played = await play(model, program, ANSWERS)
+    assert played.texts() == ["u:7;a:[12<eos>]"]
 
 
 async def test_useless_bodies_are_refused_and_bounded(model: Path) -> None:

@@ -245,6 +245,24 @@ def test_devices_are_late_by_less_than_half_of_what_sleeping_takes(sleep):
     assert sum(late) / len(late) <= sleep / 2 + TICK
 
 
+@pytest.mark.parametrize(("num_late", "decision"), [(1, Decision.LEND), (2, Decision.STAY)])
+def test_quiet_steps_give_credit_for_one_round_trip(num_late, decision):
+    """A round trip takes 4 s, a late lending 3 s, and the next one saves 1 s."""
+    scheduler = LendScheduler(MAX_LATE)
+    scheduler.observe_wake(2.0)
+    scheduler.observe_sleep(1.0)
+    scheduler.observe_room(1.0)
+    scheduler.observe_step(0.0, 0.0, 1.0, 1.0)  # it was not late
+    for _ in range(100):
+        scheduler.observe_step(1000.0, 0.0, 0.0, 1.0)
+    for _ in range(num_late):
+        scheduler.observe_room(1.0)
+        scheduler.observe_step(0.0, 2.0, 0.0, 1.0)
+    moment = Moment(64.0, 32.0, False, 8, 8, Lent.NO, 16.0, 1.0, 1.0)
+    assert 0 < scheduler.saving(moment) < 2
+    assert scheduler.decide(moment) is decision
+
+
 def test_lent_servers_take_over_when_the_others_are_lost():
     world = World(replace(EVEN, wake=30.0, sleep=30.0), Checked())
     world.run(10)

@@ -80,6 +80,74 @@ def test_what_is_put_before_a_prompt_stays_and_what_is_put_after_it_does_not(nam
 
 
 @pytest.mark.parametrize(
+    ("kind", "settings", "before"),
+    [
+        ("LlamaTokenizerFast", {"add_bos_token": True}, [BOS]),
+        ("LlamaTokenizer", {}, [BOS]),
+        ("LlamaTokenizerFast", {"add_bos_token": False}, []),
+        ("GemmaTokenizer", {"bos_token": {"content": "<s>", "lstrip": False}}, [BOS]),
+        ("CodeLlamaTokenizerFast", {}, [BOS]),
+        ("CohereTokenizerFast", {}, [BOS]),
+        ("GPTNeoXTokenizerFast", {}, []),
+        ("GPTNeoXTokenizerFast", {"add_bos_token": True}, [BOS]),
+        ("LlamaTokenizerFast", {"bos_token": "<unknown>"}, [SEP]),
+        ("LlamaTokenizerFast", {"bos_token": None}, [SEP]),
+        ("Qwen2TokenizerFast", {"add_bos_token": True}, [SEP]),
+        ("PreTrainedTokenizerFast", {"add_bos_token": True}, [SEP]),
+    ],
+)
+def test_texts_begin_as_transformers_4_began_them(kind, settings, before, tmp_path):
+    """Its classes for these families replace what tokenizer.json says."""
+    make(tmp_path, template("[SEP] $A"))
+    config = {"tokenizer_class": kind, "bos_token": "<s>"} | settings
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    codec = TextCodec(str(tmp_path), [EOS])
+    assert codec.encode("q 0") == before + codec.encode_continuation("q 0")
+    assert codec.encode("<s>q") == ([] if before == [BOS] else before) + [
+        BOS,
+        *codec.encode_continuation("q"),
+    ]
+
+
+CHAT = (
+    "{% for t in tools or [] %}{{ t|tojson }}{% endfor %}"
+    "{% for m in messages %}<s>{{ m.content }}</s>{% endfor %}"
+)
+SPECIAL = {
+    "user": [{"role": "user", "content": "a</s>b"}],
+    "user, twice": [{"role": "user", "content": "</s></s>"}],
+    "system": [{"role": "system", "content": "<s>"}, {"role": "user", "content": "a"}],
+    "tool": [{"role": "user", "content": "a"}, {"role": "tool", "content": '{"x": "</s>"}'}],
+    "not whole": [{"role": "user", "content": "</s"}, {"role": "user", "content": ">"}],
+    "marked": [{"role": "user", "content": "\ufdd1</s> \ufdd1<\ufdd0/s> <\ufdd0/s>"}],
+    "of another form": [{"role": "user", "content": "<|mark|> <\uff5cmark\uff5c>"}],
+}
+
+
+@pytest.mark.parametrize("name", SPECIAL)
+def test_special_tokens_that_data_spells_are_its_text(name, tmp_path):
+    messages = SPECIAL[name]
+    tokenizer = byte_tokenizer([*MARKS])
+    tokenizer.add_tokens(["<|mark|>", "<\uff5cmark\uff5c>", "<think>"])  # not said to be special
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": CHAT}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    plain, special = (TextCodec(str(tmp_path), [], special_tokens=on) for on in (False, True))
+    ids = plain.encode_chat(messages, [{"name": "</s>"}])
+    written = [token for token in ids if token >= BOS]
+    assert written == [BOS, EOS] * len(messages), "of the template alone"
+    if name != "marked":
+        text = special.decode_exactly(special.encode_chat(messages, [{"name": "</s>"}]))
+        assert plain.decode_exactly(ids) == text
+    assert len(special.encode_chat(messages, [{"name": "</s>"}])) < len(ids)
+    thinks = [{"role": "user", "content": "</s><think>"}]
+    assert plain.encode_chat(thinks).count(tokenizer.token_to_id("<think>")) == 1
+    said = [{"role": "assistant", "content": "</s>"}]
+    assert plain.encode_chat(said) == special.encode_chat(said) == [BOS, EOS, EOS]
+    assert EOS not in plain.encode_observation("\ufdd1</s></s>", has_special_tokens=False)
+
+
+@pytest.mark.parametrize(
     ("vocabulary", "size", "known", "unknown"),
     [
         ({"a": 0, "b": 1}, 2, [], ()),

@@ -9,7 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from torchtitan.grpo.models.lora import with_adapters
+from torchtitan.grpo.models.lora import AdapterMerge, with_adapters
+from torchtitan.grpo.weight_sync.gather import _warn_of_rounding
 from torchtitan.grpo.weight_wire.adapters import BaseWeights, base_digest, is_of_adapters
 from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec
 
@@ -46,6 +47,39 @@ def test_a_server_computes_the_bits_that_the_trainer_computes(base, tmp_path, dt
     by_hand = base._read(W).double() + 0.5 * both[B].double() @ both[A].double()
     torch.testing.assert_close(found.double(), by_hand, atol=0.05, rtol=0.02)
     assert torch.equal(native[0][1], base._read(W).to(dtype)), "what is trained must not change"
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype", "low", "high"),
+    [
+        (1e-6, torch.bfloat16, 0.0, 0.2),
+        (1.0, torch.bfloat16, 0.9, 1.1),
+        (1e-3, torch.float32, 0.99, 1.01),
+        (0.0, torch.bfloat16, None, None),
+    ],
+)
+def test_what_rounding_leaves_of_a_change_is_measured(size, dtype, low, high, base):
+    both, merge = factors(dtype), AdapterMerge(0.5)
+    merge.target("layers.0.attention.wq.weight", base._read(W).to(dtype), (6, 4))
+    merge.add("layers.0.attention.wq.lora_A.weight", both[A])
+    merge.add("layers.0.attention.wq.lora_B.weight", both[B] * size)
+    if low is None:
+        assert merge.arrived == merge.meant == 0
+    else:
+        assert low <= merge.arrived / merge.meant <= high
+
+
+@pytest.mark.parametrize(("arrived", "is_told"), [(0.08, True), (-0.1, True), (0.25, False)])
+def test_adapters_that_rounding_loses_are_told_with_the_settings(arrived, is_told, caplog):
+    merges = [AdapterMerge(1.0) for _ in range(2)]
+    merges[1].arrived, merges[1].meant = arrived, 1.0
+    _warn_of_rounding(merges, 20)
+    _warn_of_rounding([AdapterMerge(1.0)], 20)
+    assert caplog.messages == [] or is_told
+    if is_told:
+        (message,) = caplog.messages
+        assert f"Servers get {max(arrived, 0):.0%} of what the adapters of version 20" in message
+        assert "weight_sync.dtype and inference.dtype to 'float32'" in message
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torchtitan.grpo.rewards.reward_calls import LARGEST_REWARD
-from torchtitan.grpo.rollout.chat_template import LeftOut
+from torchtitan.grpo.rollout.chat_template import LeftOut, tools_of
 from torchtitan.grpo.rollout.environments.environment_pool import (
     EnvironmentFailed,
     EnvironmentPool,
@@ -53,8 +53,13 @@ class Shown:
 class Conversation:
     """The messages of one episode, and the text of the row that is being written."""
 
-    def __init__(self, codec: TextCodec, messages: Sequence[dict[str, Any]]) -> None:
-        self._codec = codec
+    def __init__(
+        self,
+        codec: TextCodec,
+        messages: Sequence[dict[str, Any]],
+        tools: Sequence[dict[str, Any]] = (),
+    ) -> None:
+        self._codec, self._tools = codec, tools
         self._messages = list(messages)
         self._row: str | None = None  # rendered when first needed, which may take seconds
         self._unfinished = ""  # beginning of the assistant's message that later turns continue
@@ -72,13 +77,15 @@ class Conversation:
         row = self._row_with(turn_ids)
         content, self._unfinished = self._unfinished + text, ""
         self._messages += [{"role": "assistant", "content": content}, *messages]
-        self._row = rendered = codec.template.render(self._messages)
+        self._row = rendered = codec.template.render(self._messages, tools=self._tools)
         if rendered.startswith(row):
             return Shown(codec.encode_continuation(rendered[len(row) :]))
         return Shown(codec.encode_continuation(rendered), begins_row=True)
 
     def _row_with(self, token_ids: Sequence[int]) -> str:
-        row = self._codec.template.render(self._messages) if self._row is None else self._row
+        row = self._row
+        if row is None:
+            row = self._codec.template.render(self._messages, tools=self._tools)
         return row + self._codec.decode_exactly(token_ids)
 
 
@@ -261,7 +268,7 @@ class Episode:
         messages = self._prompt.text
         if not self._episodes.templated or isinstance(messages, str):
             return None
-        return Conversation(self._episodes.codec, messages)
+        return Conversation(self._episodes.codec, messages, tools_of(self._prompt.columns))
 
     async def _cut_off(self, turns: list[Turn]) -> float | None:
         while True:

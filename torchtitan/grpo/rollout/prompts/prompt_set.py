@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from torchtitan.grpo.config import Prompts, RolloutProcessConfig
+from torchtitan.grpo.rollout.chat_template import joined_text, media_in, tools_of
 from torchtitan.grpo.rollout.tables import RowError, Table, open_table
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 from torchtitan.grpo.types import Prompt
@@ -143,7 +144,7 @@ class PromptSet:
             if self._set_name is not None:
                 columns.setdefault(SET_COLUMN, self._set_name)
             text = self._text(columns, row)
-            token_ids = self._tokens_of(text, row)
+            token_ids = self._tokens_of(text, row, columns)
         except RowError as error:
             self._unusable.setdefault(row, "" if self._unusable else str(error))
             raise
@@ -206,7 +207,7 @@ class PromptSet:
         except ValueError as error:
             raise RowError(f"{self.where(row)}: {error}") from error
 
-    def _tokens_of(self, text: PromptText, row: int) -> np.ndarray | None:
+    def _tokens_of(self, text: PromptText, row: int, columns: dict[str, Any]) -> np.ndarray | None:
         if row in self._token_ids:
             return self._token_ids[row]
         limits = self.limits
@@ -220,7 +221,7 @@ class PromptSet:
             )
             return None
         try:
-            token_ids = self._tokenize(text)
+            token_ids = self._tokenize(text, columns)
         except ValueError as error:
             raise RowError(f"{self.where(row)}: {error}") from error
         if len(token_ids) > limits.max_tokens:
@@ -233,9 +234,15 @@ class PromptSet:
             self._token_ids[row] = token_ids
         return token_ids
 
-    def _tokenize(self, text: PromptText) -> np.ndarray:
+    def _tokenize(self, text: PromptText, columns: dict[str, Any]) -> np.ndarray:
         codec = self._codec
-        ids = codec.encode(text) if isinstance(text, str) else codec.encode_chat(text)
+        tools = [] if isinstance(text, str) else tools_of(columns)
+        if tools and not codec.template.reads("tools"):
+            raise ValueError(
+                "column 'tools' has functions, which the model's chat template does not print. If the "
+                "model need not see them, rename the column (prompts.rename)."
+            )
+        ids = codec.encode(text) if isinstance(text, str) else codec.encode_chat(text, tools)
         if not ids:
             raise ValueError("the prompt has no tokens. Remove the row.")
         if max(ids) >= self.limits.vocab_size:
@@ -251,8 +258,7 @@ def num_characters(text: PromptText) -> int:
     """The length of a prompt, which its chat template can only add to."""
     if isinstance(text, str):
         return len(text)
-    contents = (message["content"] for message in text)
-    return sum(len(content) for content in contents if isinstance(content, str))
+    return sum(len(message["content"] or "") for message in text)
 
 
 def prompt_text(columns: dict[str, Any], settings: Prompts) -> PromptText:
@@ -269,17 +275,26 @@ def prompt_text(columns: dict[str, Any], settings: Prompts) -> PromptText:
                     f"prompts.{key}."
                 )
         return _filled_in(value, columns, settings)
-    if fault := _fault_of_messages(value):
+    try:
+        said = read_messages(value)
+    except ValueError as error:
         raise ValueError(
             f"column {column!r} (prompts.column) must be a string, or a list of messages with role and "
-            f"content, {fault}."
-        )
+            f"content, {error}."
+        ) from error
     if settings.template is not None:
         raise ValueError(
             "prompts.template applies to string prompts only, but this prompt is a list of chat messages. "
             "Remove prompts.template."
         )
-    messages = [m for m in value if m["role"] not in _SYSTEM_ROLES or not _is_blank(m["content"])]
+    tools_of(columns)
+    media = media_in(columns)
+    if media and not isinstance(columns[media], str | int | float):  # which may describe the row
+        raise ValueError(
+            f"column {media!r} may belong to the prompt, and the model reads text alone. Rename it "
+            "(prompts.rename) if it does not, or remove the row."
+        )
+    messages = [m for m in said if m["role"] not in _SYSTEM_ROLES or not _is_blank(m["content"])]
     if messages[-1]["role"] == "assistant":
         raise ValueError(
             "a prompt must end before the turn that the model is to write, but this one ends with a "
@@ -314,31 +329,46 @@ def _filled_in(value: str, columns: dict[str, Any], settings: Prompts) -> str:
     return text
 
 
+def read_messages(value: Any) -> list[dict[str, Any]]:
+    """Returns messages without nulls, their parts joined. A ValueError says what was received instead."""
+    if fault := _fault_of_messages(value):
+        raise ValueError(fault)
+    return [
+        {key: of_key for key, of_key in message.items() if of_key is not None}
+        | {"content": joined_text(message.get("content"))}
+        for message in value
+    ]
+
+
 def _fault_of_messages(value: Any) -> str | None:
     if not isinstance(value, list) or not value:
         return f"got {value!r:.200}"
     for number, message in enumerate(value, start=1):
-        if not (isinstance(message, dict) and "role" in message and "content" in message):
+        if not (isinstance(message, dict) and "role" in message):
             return f"got {value!r:.200}"
-        role, content = message["role"], message["content"]
+        role = message["role"]
+        if role != "assistant" and "content" not in message:
+            return f"got {value!r:.200}"
+        try:
+            content = joined_text(message.get("content"))
+        except ValueError as error:
+            return f"and the model reads text alone, but message {number} ({role}) has {error}"
         if not isinstance(role, str) or not role:
             return f"but message {number} has the role {role!r:.80}"
+        if media := media_in(message):
+            return f"and the model reads text alone, but message {number} ({role}) has {media!r}"
         has_more = any(value for key, value in message.items() if key not in ("role", "content"))
         may_be_null = role in _SYSTEM_ROLES or (role == "assistant" and has_more)
-        if not (isinstance(content, str | list) or (content is None and may_be_null)):
+        if not (isinstance(content, str) or (content is None and may_be_null)):
             return f"but the content of message {number} ({role}) is {content!r:.80}"
     last = value[-1]
-    if last["role"] not in ("tool", "assistant") and _is_blank(last["content"]):
+    if last["role"] not in ("tool", "assistant") and _is_blank(joined_text(last["content"])):
         return f"but the last message ({last['role']}) has no text"
     return None
 
 
 def _is_blank(content: Any) -> bool:
     """Whether a prompt, or the content of a message, has nothing to show."""
-    if isinstance(content, list):
-        return all(map(_is_blank, content))
-    if isinstance(content, dict):
-        return content.get("type", "text") == "text" and _is_blank(content.get("text"))
     return content is None or (isinstance(content, str) and _VISIBLE.search(content) is None)
 
 

@@ -80,7 +80,7 @@ def check_rows(
             else:
                 sizes[row] = min(num_characters(found[1]), prompts.most_characters)
                 if len(shapes) < _MOST_SHAPES:
-                    shapes.setdefault(_shape(found[1]), row)
+                    shapes.setdefault((*_shape(found[1]), str("tools" in found[0])), row)
         num_checked += end - first
         progress.note(num_checked, "read")
     num_tokenized = num_fitting = 0

@@ -139,3 +139,32 @@ def test_a_prompt_of_too_many_characters_is_not_tokenized(codec: TextCodec, writ
     assert "100 tokens" in prompts.too_long_reason and "at most 100." in prompts.too_long_reason
     assert prompts.prompt(1, 1) is not None and encoded == ["abc"]
     assert prompts.prompt(0, 0) is None, "it stays left out"
+
+
+TOOLED = (
+    "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}"
+    "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}:{% endif %}"
+)
+TOOLS = [{"type": "function", "function": {"name": "cab"}}]
+
+
+@pytest.mark.parametrize(
+    ("row", "text"),
+    [
+        ({"prompt": CHAT, "tools": TOOLS}, "caba:"),
+        ({"prompt": CHAT, "tools": json.dumps(TOOLS)}, "caba:"),
+        ({"prompt": CHAT, "tools": None}, "a:"),
+        ({"prompt": CHAT, "tools": []}, "a:"),
+        ({"prompt": "a", "tools": "calculator"}, "a"),
+        ({"prompt": [{"role": "user", "content": [{"type": "text", "text": "b"}, "c"]}]}, "bc:"),
+        ({"prompt": CHAT, "image": "a.png"}, "a:"),
+    ],
+)
+def test_tools_and_text_parts_are_shown_to_the_template(row, text, codec: TextCodec, write):
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TOOLED}
+    (codec._path / "tokenizer_config.json").write_text(json.dumps(settings))
+    prompt = stream(prompt_set(write([row]), TextCodec(str(codec._path), [EOS]))).next()
+    assert prompt.token_ids.tolist() == [VOCABULARY[c] for c in text]
+    assert prompt.columns == {key: row[key] for key in row if key != "prompt"}
+    contents = prompt.text if isinstance(prompt.text, str) else prompt.text[0]["content"]
+    assert contents == text.removeprefix("cab").removesuffix(":"), "as reward functions read it"

@@ -54,6 +54,11 @@ def row(prompt: Any) -> dict[str, Any]:
     return {"prompt": prompt, "answer": "1"}
 
 
+def asked(content: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": content}]
+
+
+TEXT = {"type": "text", "text": "a"}
 FINE, FINE_CHAT = row("a"), row([USER])
 
 BAD_ROWS: dict[str, tuple[Any, str]] = {
@@ -61,6 +66,30 @@ BAD_ROWS: dict[str, tuple[Any, str]] = {
     "empty": (row(""), "the prompt has no text"),
     "unseen": (row("\u200b\ufeff"), "the prompt has no text"),
     "empty_part": (row([USER | {"content": [{"text": " "}]}]), "last message .* no text"),
+    "image": (
+        row(asked([{"type": "image", "text": None}])),
+        r"message 1 .user. has a part of .*'image'",
+    ),
+    "image_url": (
+        row(asked([TEXT, {"type": "image_url", "image_url": {}}])),
+        "part of .*'image_url'",
+    ),
+    "audio": (row(asked([{"type": "input_audio", "input_audio": {}}])), "part of .*'input_audio'"),
+    "video": (
+        row([USER, {"role": "tool", "content": [{"type": "video"}]}]),
+        ".tool. has .*'video'",
+    ),
+    "file": (row(asked([{"type": "file", "text": "a"}])), "part of type 'file'"),
+    "image_in_text": (row(asked([TEXT | {"image": "a.png"}])), "part of type 'image'"),
+    "images_beside": (row([USER | {"images": ["a.png"]}]), "message 1 .user. has 'images'"),
+    "images_column": (row([USER]) | {"images": [{"bytes": "x"}]}, "column 'images' may belong"),
+    "part_of_numbers": (row(asked([1])), "part of type <class 'int'>"),
+    "tools": (row([USER]) | {"tools": "calculator"}, "column 'tools' .* got 'calculator'"),
+    "tool_names": (
+        row([USER]) | {"tools": ["add"]},
+        "column 'tools' .* must be a list of functions",
+    ),
+    "tools_not_shown": (row([USER]) | {"tools": [{"name": "add"}]}, "does not print"),
     "number": (row(12), "must be a string, .*got 12"),
     "dictionary": (row({"text": "a"}), "must be a string, .*got {'text'"),
     "list_of_text": (row(["a"]), r"must be a string, .*got \['a'\]"),
@@ -122,7 +151,8 @@ FINE_ROWS = {
     "call_of_a_tool": [USER, {"role": "assistant", "content": None, "tool_calls": [{}]}, USER],
     "silent_tool": [USER, {"role": "assistant", "content": "b"}, {"role": "tool", "content": ""}],
     "parts": [{"role": "user", "content": [{"type": "text", "text": "a"}]}],
-    "image": [{"role": "user", "content": [{"type": "image", "text": None}]}],
+    "null_image": [{"role": "user", "content": [{"type": "text", "text": "a", "image": None}]}],
+    "text_parts": [{"role": "user", "content": ["a", {"text": "b", "type": None}]}, USER],
     "later_turn": [USER, {"role": "assistant", "content": "b"}, USER],
     "marked": "\ufeffa",
 }
