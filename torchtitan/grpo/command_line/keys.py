@@ -13,6 +13,9 @@ from typing import Any, get_args, get_origin
 
 from torchtitan.grpo.command_line import ConfigError
 
+_ALIKE = 0.7
+"""Least likeness of two names, from 0 to 1, with which one may be a slip of the other."""
+
 
 @functools.cache
 def all_keys(cls: type, prefix: str = "") -> dict[str, Any]:
@@ -77,9 +80,14 @@ def hint_for(key: str, known: Collection[str], siblings: Collection[str], mark: 
     if same_name := [k for k in known if k.rpartition(".")[2] == name]:
         near = difflib.get_close_matches(key, same_name, n=2, cutoff=0.0)
         return f"There is {' and '.join(near)}: is it in the wrong table?"
-    if near := difflib.get_close_matches(name, siblings, n=1, cutoff=0.5):
+    if near := difflib.get_close_matches(name, siblings, n=1, cutoff=_ALIKE):
         return f"Did you mean {mark}{table + '.' if table else ''}{near[0]}?"
-    return f"The nearest key is {difflib.get_close_matches(key, known, n=1, cutoff=0.0)[0]}."
+    if near := difflib.get_close_matches(key, known, n=1, cutoff=_ALIKE):
+        return f"The nearest key is {near[0]}."
+    return (
+        "No key has a similar name: --help lists all of them, and docs/other-names.md says what the "
+        "settings of other systems are called here."
+    )
 
 
 @functools.cache
