@@ -13,9 +13,6 @@ from typing import Any, get_args, get_origin
 
 from torchtitan.grpo.command_line import ConfigError
 
-_ALIKE = 0.7
-"""Least likeness of two names, from 0 to 1, with which one may be a slip of the other."""
-
 
 @functools.cache
 def all_keys(cls: type, prefix: str = "") -> dict[str, Any]:
@@ -80,13 +77,12 @@ def hint_for(key: str, known: Collection[str], siblings: Collection[str], mark: 
     if same_name := [k for k in known if k.rpartition(".")[2] == name]:
         near = difflib.get_close_matches(key, same_name, n=2, cutoff=0.0)
         return f"There is {' and '.join(near)}: is it in the wrong table?"
-    if near := difflib.get_close_matches(name, siblings, n=1, cutoff=_ALIKE):
+    if near := difflib.get_close_matches(name, siblings, n=1, cutoff=0.7):
         return f"Did you mean {mark}{table + '.' if table else ''}{near[0]}?"
-    if near := difflib.get_close_matches(key, known, n=1, cutoff=_ALIKE):
+    if near := difflib.get_close_matches(key, known, n=1, cutoff=0.7):
         return f"The nearest key is {near[0]}."
     return (
-        "No key has a similar name: --help lists all of them, and docs/other-names.md says what the "
-        "settings of other systems are called here."
+        "No key has a similar name: see --help, or docs/other-names.md for those of other systems."
     )
 
 
@@ -94,12 +90,13 @@ def hint_for(key: str, known: Collection[str], siblings: Collection[str], mark: 
 def other_names() -> dict[str, Any]:
     """Returns other projects' names of settings, tables and values, each with its answer."""
     data = tomllib.loads(Path(__file__).with_name("other_names.toml").read_text())
-    by_key = {key: _by_name(answers) for key, answers in data["values"].items()}
-    return {"names": _by_name(data["names"]), "tables": _by_name(data["tables"]), "values": by_key}
-
-
-def _by_name(answers: dict[str, list[str]]) -> dict[str, str]:
-    return {name: answer for answer, names in answers.items() for name in names}
+    names, tables = (
+        {name: answer for answer, names in data[part].items() for name in names}
+        for part in ("names", "tables")
+    )
+    for table, keys in data["keys"].items():
+        names |= {name: f"{table}.{key}" for name, key in keys.items()}
+    return {"names": names, "tables": tables, "values": data["values"]}
 
 
 def answer_to(key: str) -> str:

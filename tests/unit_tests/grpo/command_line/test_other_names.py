@@ -68,7 +68,6 @@ def test_every_answer_names_values_that_there_are():
         ("--grpo.advantage=maxrl", 'It is called "max_rl" here.'),
         ("--grpo.advantage=vapo", 'It is called "gae" here.'),
         ("--grpo.aggregation=seq-mean-token-sum-norm", 'It is called "constant_length" here.'),
-        ("--weight_sync.transport=group", '"nccl" or "host" now'),
     ],
 )
 def test_a_value_of_another_project_is_answered(option, answer):
@@ -82,7 +81,11 @@ def test_no_name_hides_a_setting_of_ours():
     names = {key.rpartition(".")[2] for key in KEYS}
     both = {
         *("delta", "max_concurrent", "model_path", "tensor_parallel_size"),
-        *("flavor", "global_batch_size", "num_workers"),  # of torchtitan, and without a meaning here
+        *(
+            "flavor",
+            "global_batch_size",
+            "num_workers",
+        ),  # of torchtitan, and without a meaning here
     }
     assert set(NAMES) & names == both
     assert not set(NAMES) & set(KEYS)
@@ -138,7 +141,7 @@ ColossalAI: num_producers inference.num_servers, num_proc_per_producer inference
   lr optimizer.lr, train_microbatch_size training.local_batch_size, sp_size parallelism.context_parallel_degree
 AReaL: num_workers reward.num_workers, drop_last Remove, consumer_batch_size grpo.prompts_per_step, enable_chunked_prefill inference.max_batched_tokens,
   enable_prefix_caching inference.extra_args, gpu_memory_utilization inference.gpu_memory_utilization, enable_sleep_mode inference.lend,
-  max_num_seqs rollout.max_concurrent_rollouts, worker_extension_cls Remove, balance_batch prompts.balance_batch, c_clip grpo.dual_clip,
+  max_num_seqs rollout.max_concurrent_rollouts, worker_extension_cls inference.urls, balance_batch prompts.balance_batch, c_clip grpo.dual_clip,
   behav_imp_weight_cap grpo.importance_cap, overlong_tokens grpo.overlong_buffer, weight_update_mode weight_sync.transport, discount critic.gamma
 open-instruct: num_learners_per_node --nproc, deepspeed_stage ZeRO-3, deepspeed_zpg parallelism.data_parallel_replicate_degree,
   clip_higher grpo.clip_high, local_eval_every evaluation.interval, async_steps rollout.max_head_offpolicyness,
@@ -168,7 +171,9 @@ def test_names_of_every_known_system_lead_to_what_there_is(prefix):
             assert lead in str(error.value), name
 
 
-@pytest.mark.parametrize("name", ["pos_shift", "frobnicate", "xyz", "warp_factor", "kv_dropout_mode"])
+@pytest.mark.parametrize(
+    "name", ["pos_shift", "frobnicate", "xyz", "warp_factor", "kv_dropout_mode"]
+)
 def test_a_name_that_is_like_no_other_gets_no_wrong_lead(name):
     with pytest.raises(ConfigError, match=r"No key has a similar name.*docs/other-names\.md"):
         read_config([f"--grpo.{name}=1"])
