@@ -22,7 +22,6 @@ from torchtitan.grpo import cli
 from torchtitan.grpo.config import Prompts
 from torchtitan.grpo.init_config.columns import Columns, Source, choose_columns, read_source
 from torchtitan.grpo.init_config.command import _summary
-from torchtitan.grpo.init_config.held_out import find_held_out
 from torchtitan.grpo.init_config.machine import Machine, count_parameters
 from torchtitan.grpo.init_config.prompt_form import PromptForm, answer_tokens, choose_form, measure
 from torchtitan.grpo.init_config.reward_choice import RewardChoice, ask_briefly, choose_reward
@@ -99,9 +98,9 @@ def test_the_shipped_model_gets_a_file_with_a_reason_in_every_line(
     [
         (ROWS, "question", "answer", "boxed_math", {"template": BOXED}),
         ([{"prompt": [user(q)], "reward_model": {"ground_truth": str(n)}} for n, q in enumerate(QUESTIONS)],
-         "prompt", "reward_model.ground_truth", "last_number", {"system_prompt": "in one line"}),
+         "prompt", "reward_model.ground_truth", "last_number", {"template": "in one line"}),
         ([{"prompt": [user(q)], "answer": f"{n}/7"} for n, q in enumerate(QUESTIONS)],
-         "prompt", "answer", "boxed_math", {"system_prompt": BOXED}),
+         "prompt", "answer", "boxed_math", {"template": BOXED}),
         ([{"prompt": f"{q} {q}", "answer": f"${n},500"} for n, q in enumerate(QUESTIONS)],
          "prompt", "answer", "last_number", {"template": "Reason step by step, and write the final answer at"}),
         ([{"prompt": q, "answer": f"{n} cm"} for n, q in enumerate(QUESTIONS)],
@@ -196,17 +195,18 @@ def test_prompts_are_held_out_beside_the_data_or_from_it(name, beside, rows, exp
         write(tmp_path / f"{other}.jsonl", of_other)
     source = read_source(write(tmp_path / f"{name}.jsonl", rows), "train", None)
     columns = choose_columns(source, None, None, has_template=True)
-    found = find_held_out(source, columns, has_template=True)
+    found = source.held_out(columns)
     if expected is None:
         assert found is None
         return
     assert found is not None
+    held, rest = found
     if expected.endswith(".jsonl"):
-        assert (Path(found.path).name, found.train_split) == (expected, "")
+        assert (Path(held.path).name, rest) == (expected, "")
         return
-    held, rest = (read_source(found.path, s, None) for s in (found.split, found.train_split))
-    assert found.split == expected and held.num_rows + rest.num_rows == len(rows)
-    assert held.num_rows == found.num_rows and not [row for row in held.rows if row in rest.rows]
+    others = read_source(source.path, source.split + rest, None)
+    assert held.split == f"train{expected}" and held.num_rows + others.num_rows == len(rows)
+    assert not [row for row in held.rows if row in others.rows]
 
 
 def test_a_data_set_has_a_test_split(tmp_path):
@@ -214,8 +214,8 @@ def test_a_data_set_has_a_test_split(tmp_path):
         write(tmp_path / f"{split}.jsonl", rows)
     source = read_source(str(tmp_path), "train", None)
     columns = choose_columns(source, None, None, has_template=True)
-    found = find_held_out(source, columns, has_template=True)
-    assert found is not None and (found.split, found.num_rows) == ("test", len(TESTS))
+    found = source.held_out(columns)
+    assert found is not None and (found[0].split, found[0].num_rows) == ("test", len(TESTS))
 
 
 def test_held_out_rows_are_not_trained_on(folder, tmp_path, monkeypatch, capsys):
@@ -234,25 +234,22 @@ SYSTEM = {"role": "system", "content": "Be kind."}
 
 
 @pytest.mark.parametrize(
-    ("template", "messages", "is_in_user_turn"),
+    ("template", "messages"),
     [
-        (TEMPLATE, [], False), (TEMPLATE, [SYSTEM], True), (TEMPLATE, [user("?"), assistant("!")], False),
-        ("{% for m in messages if m.role != 'system' %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}", [], True),
-        ("{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}" + TEMPLATE, [], True),
+        (TEMPLATE, []), (TEMPLATE, [SYSTEM]), (TEMPLATE, [user("?"), assistant("!")]),
+        ("{% for m in messages if m.role != 'system' %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}", []),
+        ("{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}" + TEMPLATE, []),
     ],
 )  # fmt: skip
-def test_the_instruction_reaches_the_model_of_chat_prompts(
-    template, messages, is_in_user_turn, folder, tmp_path
-):
+def test_the_instruction_ends_the_users_turn_of_chat_prompts(template, messages, folder, tmp_path):
     settings = {"chat_template": template, "tokenizer_class": "PreTrainedTokenizerFast"}
     Path(folder, "tokenizer_config.json").write_text(json.dumps(settings))
     rows = [{"prompt": [*messages, user(q)], "answer": f"{n}/7"} for n, q in enumerate(QUESTIONS)]
     source = read_source(write(tmp_path / "rows.jsonl", rows), "train", None)
     columns = choose_columns(source, None, None, has_template=True)
     form, codec = choose_form(folder, source, columns, choose_reward(columns, has_template=True))
-    assert (form.settings.template is not None) == is_in_user_turn
     shown = codec.template.render(prompt_text(rows[0], form.settings))
-    assert shown.count(BOXED) == 1
+    assert shown.count(f"{QUESTIONS[0]}\n\n{BOXED}") == shown.count(BOXED) == 1
 
 
 @pytest.mark.parametrize("has_template", [True, False])
@@ -402,7 +399,6 @@ def test_the_only_gpu_is_lent_and_missing_servers_are_named(num_gpus, kind, fold
     columns, source = Columns("prompt", QUESTIONS, "answer"), Source("x", None, "train", 20, ROWS)
     said = "\n".join(_summary(found, sizes, source, columns))
     assert ("bash scripts/install_vllm.sh" in said) == (num_gpus > 0 and kind == "embedded")
-    assert ("which take turns" in said) == (num_gpus == 1)
 
 
 @pytest.mark.parametrize(

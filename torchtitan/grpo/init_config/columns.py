@@ -46,10 +46,7 @@ class Source:
         return list(dict.fromkeys(name for row in self.rows for name in row))
 
     def held_out(self, columns: "Columns") -> tuple["Source", str] | None:
-        """Returns a test split beside the data, or some of its rows with the bounds of the others.
-
-        ``None`` for data without a test split and with too few rows to spare some.
-        """
+        """Returns a test split beside the data; or some of its rows, if there are many, and the others."""
         for path, split in _test_splits(self):
             with suppress(ValueError):  # there is none, or it has other columns
                 found = read_source(path, split, self.name)

@@ -148,7 +148,8 @@ class EmbeddedServer:
         # The tokenizer is loaded for the first request, and a long text takes time.
         request = await _on_thread(lambda: body.request(self._tokenizer, self._facts))
         await self._finished([request])
-        text = str(self._tokenizer.decode(request.output_ids, skip_special_tokens=True))
+        ids = [token for token in request.output_ids if token not in request.stop_ids]
+        text = str(self._tokenizer.decode(ids, skip_special_tokens=True))
         return web.json_response(bodies.format_chat_answer(request, text, self._info["model_path"]))
 
     async def _finished(self, requests: list[Request]) -> None:
