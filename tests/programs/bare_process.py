@@ -24,7 +24,7 @@ async def for_ever(*arguments):
 class Session:
     evaluator = lender = None
 
-    def __init__(self, config, announce, devices):
+    def __init__(self, config, announce, say, devices):
         self.drops = DropLog(announce)
         self.producer = SimpleNamespace(
             run=for_ever, describe=lambda: "nothing", count_prompts=lambda: None,

@@ -16,7 +16,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import torch
@@ -46,7 +45,6 @@ from torchtitan.grpo.training.model_spec import (
     parameter_shapes,
 )
 from torchtitan.grpo.types import PromptProgress
-from torchtitan.grpo.upstream.configuration import job_config
 from torchtitan.grpo.weight_sync.memory_plan import describe_placement, predict_memory
 from torchtitan.grpo.weight_wire.model_folder import WeightsAbsent
 
@@ -210,15 +208,13 @@ def _read_report(folder: Path, timeout_seconds: float) -> InputReport:
 
 
 def describe_settings(config: JobConfig) -> str:
-    """Returns the resolved configuration like TOML, with torchtitan's default where it differs."""
-    changed = changed_defaults()
-    lines = []
+    """Returns the resolved configuration like TOML, with a mark at what differs from the defaults."""
+    defaults, lines = JobConfig().to_dict(), ["# What differs from its default has a comment."]
     for table, values in config.to_dict().items():
         lines.append(f"[{table}]")
         for key, value in values.items():
-            here, upstream = changed.get(f"{table}.{key}", (None, None))
-            is_default = f"{table}.{key}" in changed and value == here
-            note = f"  # the default here; torchtitan's is {upstream!r}" if is_default else ""
+            default = defaults[table].get(key)
+            note = f"  # default: {default!r}" if value != default else ""
             lines.append(f"{key} = {value!r}{note}")
         lines.append("")
     return "\n".join(lines)
@@ -249,18 +245,6 @@ def _describe_batch(config: JobConfig) -> str:
         return f"{config.sft.examples_per_step} examples"
     num_prompts, size = config.grpo.prompts_per_step, config.grpo.group_size
     return f"{num_prompts} prompts x {size} rollouts = {num_prompts * size}"
-
-
-def changed_defaults() -> dict[str, tuple[Any, Any]]:
-    """Returns this project's and torchtitan's differing defaults, except of ``[model]``."""
-    here, upstream = JobConfig().to_dict(), job_config.JobConfig().to_dict()
-    return {
-        f"{table}.{key}": (here[table][key], value)
-        for table, values in upstream.items()
-        if table != "model"
-        for key, value in values.items()
-        if here[table][key] != value
-    }
 
 
 def _describe_servers(config: JobConfig) -> str:

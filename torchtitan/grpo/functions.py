@@ -85,13 +85,17 @@ def code_holder(function: Callable[..., Any]) -> Any:
     return type(function).__call__
 
 
-def user_line(error: BaseException, function: Callable[..., Any]) -> str:
-    """The last line of a function's own file on the way to where it raised."""
-    frames = traceback.extract_tb(error.__traceback__)
-    code = getattr(inspect.unwrap(code_holder(function)), "__code__", None)
+def user_line(error: BaseException, function: Callable[..., Any] | None = None) -> str:
+    """The last line of a function's own file on the way to where it raised, or else of any file."""
+    found = traceback.extract_tb(error.__traceback__)
+    frames = [f for f in found if not f.filename.startswith("<frozen") and f.filename != __file__]
+    code = getattr(inspect.unwrap(code_holder(function)), "__code__", None) if function else None
     own = [frame for frame in frames if code is not None and frame.filename == code.co_filename]
+    if not frames:
+        return ""
     frame = (own or frames)[-1]
-    return f" (at {frame.filename}:{frame.lineno}, in {frame.name}: {frame.line})"
+    line = f": {frame.line}" if frame.line else ""  # that of a notebook is not known
+    return f" (at {frame.filename}:{frame.lineno}, in {frame.name}{line})"
 
 
 def _load_module(module_name: str, subject: str) -> ModuleType:
@@ -99,8 +103,8 @@ def _load_module(module_name: str, subject: str) -> ModuleType:
         return importlib.import_module(module_name)
     except Exception as error:  # importing a module may raise anything
         raise ValueError(
-            f"{subject}: importing {module_name} failed with {describe_error(error)}. Modules are "
-            f"searched in {Path.cwd()} and among the installed packages."
+            f"{subject}: importing {module_name} failed with {describe_error(error)}{user_line(error)}. "
+            f"Modules are searched in {Path.cwd()} and among the installed packages."
         ) from error
 
 
@@ -122,7 +126,7 @@ def _load_file(file_name: str, subject: str) -> ModuleType:
         spec.loader.exec_module(module)
     except Exception as error:  # running a file may raise anything
         raise ValueError(
-            f"{subject}: running {file} failed with {describe_error(error)}"
+            f"{subject}: running {file} failed with {describe_error(error)}{user_line(error)}"
         ) from error
     return module
 

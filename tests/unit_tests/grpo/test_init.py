@@ -20,13 +20,15 @@ from prompt_files import byte_tokenizer
 
 from torchtitan.grpo import cli
 from torchtitan.grpo.config import Prompts
-from torchtitan.grpo.init_config.columns import Columns, choose_columns, read_source
+from torchtitan.grpo.init_config.columns import Columns, Source, choose_columns, read_source
+from torchtitan.grpo.init_config.command import _summary
 from torchtitan.grpo.init_config.machine import Machine, count_parameters
-from torchtitan.grpo.init_config.prompt_form import PromptForm, choose_form, measure
+from torchtitan.grpo.init_config.prompt_form import PromptForm, answer_tokens, choose_form, measure
 from torchtitan.grpo.init_config.reward_choice import RewardChoice, ask_briefly, choose_reward
 from torchtitan.grpo.init_config.settings import Findings, choose_settings, choose_sizes
 from torchtitan.grpo.init_config.toml_file import text_value
 from torchtitan.grpo.models.hf_config import HFModel, read_hf_model
+from torchtitan.grpo.rollout.prompts.prompt_set import prompt_text
 
 TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
@@ -78,7 +80,10 @@ def test_the_shipped_model_gets_a_file_with_a_reason_in_every_line(
     text = Path("grpo.toml").read_text()
     values = tomllib.loads(text)
     assert values["reward"]["functions"] == ["exact_match"]
-    assert "template" not in values["prompts"]
+    assert not {"template", "split"} & set(values["prompts"])
+    held = values["evaluation"]
+    assert (held["path"], held["num_prompts"]) == (f"{assets}/heldout.jsonl", 64)
+    assert (held["function"], held["interval"]) == ("exact_match", 10)
     lines = text.splitlines()
     for above, line in itertools.pairwise(lines):
         if re.match(r"\w+ = ", line):
@@ -93,9 +98,9 @@ def test_the_shipped_model_gets_a_file_with_a_reason_in_every_line(
     [
         (ROWS, "question", "answer", "boxed_math", {"template": BOXED}),
         ([{"prompt": [user(q)], "reward_model": {"ground_truth": str(n)}} for n, q in enumerate(QUESTIONS)],
-         "prompt", "reward_model.ground_truth", "last_number", {"system_prompt": "in one line"}),
+         "prompt", "reward_model.ground_truth", "last_number", {"template": "in one line"}),
         ([{"prompt": [user(q)], "answer": f"{n}/7"} for n, q in enumerate(QUESTIONS)],
-         "prompt", "answer", "boxed_math", {"system_prompt": BOXED}),
+         "prompt", "answer", "boxed_math", {"template": BOXED}),
         ([{"prompt": f"{q} {q}", "answer": f"${n},500"} for n, q in enumerate(QUESTIONS)],
          "prompt", "answer", "last_number", {"template": "Reason step by step, and write the final answer at"}),
         ([{"prompt": q, "answer": f"{n} cm"} for n, q in enumerate(QUESTIONS)],
@@ -105,7 +110,7 @@ def test_the_shipped_model_gets_a_file_with_a_reason_in_every_line(
         ([{"problem": row["question"], "solution": row["answer"], "answer": n} for n, row in enumerate(ROWS)],
          "problem", "answer", "last_number", {"template": "in one line.<|end|>"}),
         ([{"text": q, "label": ["good", "bad"][n % 2]} for n, q in enumerate(QUESTIONS)],
-         "text", "label", "boxed_math", {"template": BOXED}),
+         "text", "label", "exact_match", {"template": "Write the answer alone"}),
         ([{"messages": [user(q)]} for q in QUESTIONS], "messages", None, "", {}),
         ([{"instruction": q, "output": q * 30} for q in QUESTIONS],
          "instruction", "output", "", {"template": "<|user|>"}),
@@ -123,6 +128,128 @@ def test_columns_and_rewards_are_known_by_the_rows(
     for key, part in shaped.items():
         assert part in getattr(form.settings, key)
     assert len(measure(codec, form.settings, 2000)) == len(rows)
+
+
+@pytest.mark.parametrize(
+    ("answers", "function"),
+    [
+        (["listen", "silent"], "exact_match"), (["Monday", "Friday"], "exact_match"), (["yes", "no"], "exact_match"),
+        (["New York", "Paris"], "exact_match"), (["#### listen", "#### silent"], "exact_match"),
+        (["It rained in 1990 for days.", "It snowed in 1991 for days."], "exact_match"),
+        (["x^2", "2x+1"], "boxed_math"), (["\\frac{1}{2}", "\\frac{1}{3}"], "boxed_math"), (["A", "B"], "boxed_math"),
+        (["3/4", "7/8"], "boxed_math"), (["12 kg", "5 kg"], "boxed_math"), (["(1, 2)", "(2, 3)"], "boxed_math"),
+    ],
+)  # fmt: skip
+def test_answers_are_compared_as_mathematics_only_if_they_are(answers, function):
+    columns = Columns("prompt", QUESTIONS[:4], "answer", [[answer] for answer in answers * 2])
+    assert choose_reward(columns, has_template=True).function == function
+
+
+@pytest.mark.parametrize(
+    ("answers", "has_working"),
+    [
+        (["42", "7"], False), (["#### 42", "#### 7"], False), (["\\boxed{42}", "\\boxed{7}"], False),
+        (["The answer is 42.", "The answer is 7."], False), (["3/4", "1/2"], False), (HASHED, True),
+        ([f"Since {n} is even, it is \\boxed{{{n}}}" for n in (2, 4)], True),
+    ],
+)  # fmt: skip
+def test_results_alone_say_nothing_about_the_length_of_completions(
+    answers, has_working, folder, tmp_path
+):
+    rows = [{"prompt": q, "answer": a} for q, a in zip(QUESTIONS, answers * 10, strict=False)]
+    source = read_source(write(tmp_path / "rows.jsonl", rows), "train", None)
+    columns = choose_columns(source, None, None, has_template=True)
+    reward = choose_reward(columns, has_template=True)
+    _, codec = choose_form(folder, source, columns, reward)
+    found = answer_tokens(codec, columns, reward)
+    assert (found > 0) == has_working
+    text, *_ = choose_settings(
+        of := found_of(read_hf_model(folder), CPU, [60], answer_tokens=found), choose_sizes(of)
+    )
+    assert ("results alone do not tell the length" in text) != has_working
+
+
+MANY = [{"prompt": f"{i}. {QUESTIONS[i % 20]}", "answer": HASHED[i % 20]} for i in range(1000)]
+SPLIT = MANY[:100]
+TESTS = [{"prompt": f"Test: {q}", "answer": a} for q, a in zip(QUESTIONS, HASHED, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("name", "beside", "rows", "expected"),
+    [
+        ("train", {"test": TESTS}, SPLIT, "test.jsonl"),
+        ("train", {"heldout": TESTS, "other": TESTS}, SPLIT, "heldout.jsonl"),
+        ("sums_train", {"sums_validation": TESTS, "test": TESTS}, SPLIT, "sums_validation.jsonl"),
+        ("Training", {"dev": TESTS}, SPLIT, "dev.jsonl"),
+        ("sums", {"sums_test": TESTS}, SPLIT, "sums_test.jsonl"),
+        ("train", {"test": [{"question": "?"}]}, SPLIT, "[:8]"),  # of another form
+        ("train", {"test": [{"prompt": "?", "answer": ""}]}, SPLIT, "[:8]"),  # its answers are secret
+        ("train", {"test": SPLIT}, SPLIT, "[:8]"),  # the same rows
+        ("sums", {"test": TESTS}, SPLIT, "[:8]"),  # perhaps of other data
+        ("train", {}, MANY, "[:20]"),
+        ("train", {}, SPLIT[:40], None),
+    ],
+)  # fmt: skip
+def test_prompts_are_held_out_beside_the_data_or_from_it(name, beside, rows, expected, tmp_path):
+    for other, of_other in beside.items():
+        write(tmp_path / f"{other}.jsonl", of_other)
+    source = read_source(write(tmp_path / f"{name}.jsonl", rows), "train", None)
+    columns = choose_columns(source, None, None, has_template=True)
+    found = source.held_out(columns)
+    if expected is None:
+        assert found is None
+        return
+    assert found is not None
+    held, rest = found
+    if expected.endswith(".jsonl"):
+        assert (Path(held.path).name, rest) == (expected, "")
+        return
+    others = read_source(source.path, source.split + rest, None)
+    assert held.split == f"train{expected}" and held.num_rows + others.num_rows == len(rows)
+    assert not [row for row in held.rows if row in others.rows]
+
+
+def test_a_data_set_has_a_test_split(tmp_path):
+    for split, rows in (("train", SPLIT), ("test", TESTS)):
+        write(tmp_path / f"{split}.jsonl", rows)
+    source = read_source(str(tmp_path), "train", None)
+    columns = choose_columns(source, None, None, has_template=True)
+    found = source.held_out(columns)
+    assert found is not None and (found[0].split, found[0].num_rows) == ("test", len(TESTS))
+
+
+def test_held_out_rows_are_not_trained_on(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert cli.run(["init", folder, write(tmp_path / "rows.jsonl", SPLIT)]) == 0
+    assert (
+        "held out the first 8 rows of the data, which are not trained on" in capsys.readouterr().out
+    )
+    values = tomllib.loads(Path("grpo.toml").read_text())
+    assert (values["prompts"]["split"], values["evaluation"]["split"]) == ("[8:]", "[:8]")
+    assert values["evaluation"]["num_prompts"] == 8
+
+
+SYSTEM = {"role": "system", "content": "Be kind."}
+
+
+@pytest.mark.parametrize(
+    ("template", "messages"),
+    [
+        (TEMPLATE, []), (TEMPLATE, [SYSTEM]), (TEMPLATE, [user("?"), assistant("!")]),
+        ("{% for m in messages if m.role != 'system' %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}", []),
+        ("{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}" + TEMPLATE, []),
+    ],
+)  # fmt: skip
+def test_the_instruction_ends_the_users_turn_of_chat_prompts(template, messages, folder, tmp_path):
+    settings = {"chat_template": template, "tokenizer_class": "PreTrainedTokenizerFast"}
+    Path(folder, "tokenizer_config.json").write_text(json.dumps(settings))
+    rows = [{"prompt": [*messages, user(q)], "answer": f"{n}/7"} for n, q in enumerate(QUESTIONS)]
+    source = read_source(write(tmp_path / "rows.jsonl", rows), "train", None)
+    columns = choose_columns(source, None, None, has_template=True)
+    form, codec = choose_form(folder, source, columns, choose_reward(columns, has_template=True))
+    shown = codec.template.render(prompt_text(rows[0], form.settings))
+    assert shown.count(f"{QUESTIONS[0]}\n\n{BOXED}") == shown.count(BOXED) == 1
 
 
 @pytest.mark.parametrize("has_template", [True, False])
@@ -256,6 +383,22 @@ def test_the_trainer_computes_in_bfloat16_where_the_cpu_is_fast_at_it(
     values = tomllib.loads(text)
     assert values["training"]["mixed_precision_param"] == param and reason in text
     assert "dtype" not in values["inference"], "the servers follow by themselves"
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "kind"),
+    [(0, "embedded"), (1, "vllm"), (1, "embedded"), (2, "vllm"), (4, "embedded")],
+)
+def test_the_only_gpu_is_lent_and_missing_servers_are_named(num_gpus, kind, folder, capsys):
+    half = max(1, num_gpus // 2)
+    machine = Machine("these", 79 << 30, num_gpus, half, half, kind)
+    found = found_of(read_hf_model(folder), machine, [60])
+    sizes = choose_sizes(found)
+    text, *_ = choose_settings(found, sizes)
+    assert tomllib.loads(text)["inference"].get("lend", False) == (num_gpus == 1)
+    columns, source = Columns("prompt", QUESTIONS, "answer"), Source("x", None, "train", 20, ROWS)
+    said = "\n".join(_summary(found, sizes, source, columns))
+    assert ("bash scripts/install_vllm.sh" in said) == (num_gpus > 0 and kind == "embedded")
 
 
 @pytest.mark.parametrize(

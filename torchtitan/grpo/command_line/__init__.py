@@ -8,7 +8,7 @@ Nothing here imports torch, so that a mistake in a file and ``--help`` are answe
 
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,12 +20,12 @@ class ConfigError(RunError, ValueError):
 
 
 @contextmanager
-def refusing(rule: str = "") -> Iterator[None]:
+def refusing(rule: str = "", say: Callable[[str], str] = str) -> Iterator[None]:
     """Turns a ValueError into a ConfigError: as it is, or as the reason why a rule does not hold."""
     try:
         yield
     except ValueError as error:
-        raise ConfigError(f"{rule}: {error}." if rule else str(error)) from error
+        raise ConfigError(say(f"{rule}: {error}." if rule else str(error))) from error
 
 
 @contextmanager

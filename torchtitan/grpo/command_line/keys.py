@@ -77,21 +77,26 @@ def hint_for(key: str, known: Collection[str], siblings: Collection[str], mark: 
     if same_name := [k for k in known if k.rpartition(".")[2] == name]:
         near = difflib.get_close_matches(key, same_name, n=2, cutoff=0.0)
         return f"There is {' and '.join(near)}: is it in the wrong table?"
-    if near := difflib.get_close_matches(name, siblings, n=1, cutoff=0.5):
+    if near := difflib.get_close_matches(name, siblings, n=1, cutoff=0.7):
         return f"Did you mean {mark}{table + '.' if table else ''}{near[0]}?"
-    return f"The nearest key is {difflib.get_close_matches(key, known, n=1, cutoff=0.0)[0]}."
+    if near := difflib.get_close_matches(key, known, n=1, cutoff=0.7):
+        return f"The nearest key is {near[0]}."
+    return (
+        "No key has a similar name: see --help, or docs/other-names.md for those of other systems."
+    )
 
 
 @functools.cache
 def other_names() -> dict[str, Any]:
     """Returns other projects' names of settings, tables and values, each with its answer."""
     data = tomllib.loads(Path(__file__).with_name("other_names.toml").read_text())
-    by_key = {key: _by_name(answers) for key, answers in data["values"].items()}
-    return {"names": _by_name(data["names"]), "tables": _by_name(data["tables"]), "values": by_key}
-
-
-def _by_name(answers: dict[str, list[str]]) -> dict[str, str]:
-    return {name: answer for answer, names in answers.items() for name in names}
+    names, tables = (
+        {name: answer for answer, names in data[part].items() for name in names}
+        for part in ("names", "tables")
+    )
+    for table, keys in data["keys"].items():
+        names |= {name: f"{table}.{key}" for name, key in keys.items()}
+    return {"names": names, "tables": tables, "values": data["values"]}
 
 
 def answer_to(key: str) -> str:

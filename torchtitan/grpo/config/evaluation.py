@@ -24,7 +24,7 @@ class EvaluationSet:
     """Configuration name of a Hugging Face data set that has several. Not used for files."""
 
     split: str = "test"
-    """Split of a Hugging Face data set. Not used for files."""
+    """Split of a Hugging Face data set, or a part of a split or file, as in ``prompts.split``."""
 
     num_prompts: Annotated[int, at_least(1).or_value(0, "all rows")] = 256
     """Number of rows to evaluate, counted from the beginning of the set."""

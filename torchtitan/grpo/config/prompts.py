@@ -35,7 +35,8 @@ class Prompts:
     ``openai/gsm8k``. Not used for files."""
 
     split: str = "train"
-    """Split of a Hugging Face data set. Not used for files."""
+    """Split of a Hugging Face data set. Rows in brackets, as in ``train[200:]``, are chosen from a
+    file as well, for which the name before them is not used."""
 
     column: str = "prompt"
     """Column that holds the prompt: a string, or a list of chat messages, which is rendered with
@@ -47,8 +48,8 @@ class Prompts:
 
     template: str | None = None
     """Python format string into which a string prompt is inserted, such as
-    ``"Question: {prompt}\\nAnswer:"``. With None, the prompt is not changed. Cannot be used with
-    prompts that are chat messages."""
+    ``"Question: {prompt}\\nAnswer:"``. Of chat messages, it shapes the text of the last user turn.
+    With None, the prompt is not changed."""
 
     system_prompt: str | None = None
     """System message that is added in front of each prompt. The prompts must be chat messages, none

@@ -88,12 +88,6 @@ _RENDERING = ("add_generation_prompt", "continue_final_message", "messages", "to
 
 
 def _check_chat(prompts: Prompts) -> None:
-    for key, value in prompts.chat_settings().items():
-        require(
-            prompts.template is None or not value,
-            f"prompts.template applies to string prompts and prompts.{key} to chat messages, got both. "
-            "Remove one of them.",
-        )
     for name in prompts.chat_template_kwargs:
         require(
             name not in _RENDERING,

@@ -17,7 +17,7 @@ from torchtitan.grpo.system.waits import Reminders
 _POLL_SECONDS = 0.25
 
 Check = Callable[[InferenceClient], Awaitable[None]]
-Tell = Callable[[str], None]
+Tell = Callable[[str], object]
 
 
 async def wait_until_up(

@@ -1,10 +1,11 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Chooses the columns of a data set that hold the prompts and the right answers."""
+"""Chooses the columns of a data set that hold the prompts and the right answers, and held-out rows."""
 
+import re
 from collections.abc import Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ ANSWER_NAMES = (
     "answer", "final_answer", "ground_truth", "reward_model.ground_truth", "expected_answer",
     "gold", "target", "answers", "solution", "label", "output", "response", "completion",
 )  # fmt: skip
+TEST_NAMES = ("test", "heldout", "held_out", "validation", "valid", "val", "dev", "eval")
+HELD_OUT_PART, _FEWEST, _FEWEST_ROWS = 0.02, 8, 64
 MOST = 0.9
 """Share of the rows that must be as expected. The checks of a run name single bad rows."""
 
@@ -41,6 +44,22 @@ class Source:
     @property
     def columns(self) -> list[str]:
         return list(dict.fromkeys(name for row in self.rows for name in row))
+
+    def held_out(self, columns: "Columns") -> tuple["Source", str] | None:
+        """Returns a test split beside the data; or some of its rows, if there are many, and the others."""
+        for path, split in _test_splits(self):
+            with suppress(ValueError):  # there is none, or it has other columns
+                found = read_source(path, split, self.name)
+                own = choose_columns(found, columns.prompt, columns.answer, has_template=True)
+                if found.rows != self.rows and own.is_chat == columns.is_chat:
+                    return found, ""
+        number = max(_FEWEST, round(HELD_OUT_PART * self.num_rows))
+        if self.num_rows < _FEWEST_ROWS or "[" in self.split:
+            return None
+        return read_source(self.path, f"{self.split}[:{number}]", self.name), f"[{number}:]"
+
+    def describe(self) -> str:
+        return f"{self.num_rows:,} rows of {self.path}" + ", not trained on" * ("[" in self.split)
 
 
 @dataclass(frozen=True)
@@ -161,3 +180,14 @@ def _values(rows: Sequence[Mapping[str, Any]], path: str) -> list[Any]:
         except RowError:
             found.append(None)
     return found
+
+
+def _test_splits(source: Source) -> list[tuple[str, str]]:
+    """Paths and splits that may hold a test set of the same data."""
+    file = Path(source.path)
+    if not file.is_file():
+        return [(source.path, name) for name in TEST_NAMES if name != source.split]
+    stems = [re.sub("train(ing)?", name, file.stem, flags=re.IGNORECASE) for name in TEST_NAMES]
+    stems += [f"{file.stem}{mark}{name}" for name in TEST_NAMES for mark in "_-."]
+    others = (file.with_name(stem + file.suffix) for stem in stems if stem != file.stem)
+    return [(str(other), source.split) for other in others if other.is_file()]

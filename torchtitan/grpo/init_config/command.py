@@ -107,16 +107,19 @@ def _find(
     init_console("error", is_rank_zero=True)
     model = read_hf_model(folder, setting="MODEL")
     form, codec = choose_form(folder, source, columns, reward)
+    held_out, rest = source.held_out(columns) or (None, "")
+    form.settings.split += rest
     return Findings(
         model_name=given.model,
         model=model,
         num_params=count_parameters(model),
-        num_rows=source.num_rows,
+        num_rows=source.num_rows - (held_out.num_rows if held_out and rest else 0),
         form=form,
         lengths=measure(codec, form.settings, longest_sequence(model) - 1),
         reward=reward,
         function=reward.function or f"{given.output.with_name(REWARD_FILE)}:reward",
-        answer_tokens=answer_tokens(codec, columns),
+        answer_tokens=answer_tokens(codec, columns, reward),
+        held_out=held_out,
         machine=find_machine(),
         dump_folder=f"outputs/{given.output.stem}",
     )
@@ -141,7 +144,7 @@ def _summary(found: "Findings", sizes: "Sizes", source: Source, columns: Columns
     yield f"model    {found.model.architecture}, {found.num_params / 1e6:,.1f} M parameters, at {found.model.path}"
     yield f"data     {source.path}: {source.num_rows:,} rows, columns {', '.join(source.columns)}"
     kind = "chat messages, with the model's chat template" if columns.is_chat else "texts"
-    keys = ("template", "system_prompt", "chat_template_kwargs")
+    keys = ("template", "chat_template_kwargs")
     shaped = " and ".join(f"prompts.{key}" for key in keys if getattr(found.form.settings, key))
     yield f"prompts  {columns.prompt}: {kind}{f', with {shaped}' if shaped else ''}"
     yield (
@@ -157,15 +160,20 @@ def _summary(found: "Findings", sizes: "Sizes", source: Source, columns: Columns
     else:
         yield f"reward   none of the built-in ones fits: {reward.reason}"
     yield f"machine  {found.machine.describe()}"
-    if found.form.warning:
-        yield f"warning: {found.form.warning}"
+    held = found.held_out
+    yield f"held out {held.describe() if held else 'no rows: there are too few to spare some'}"
+    if found.machine.on_gpu and found.machine.kind == "embedded":
+        yield (
+            "warning: neither .venv-vllm nor .venv-sglang was found, so that the embedded server generates, "
+            "many times as slowly. bash scripts/install_vllm.sh installs vLLM; then run init again, with --force."
+        )
 
 
 def _check(output: Path, *, is_new_reward: bool) -> None:
     """Opens everything as a run would, and prints its warnings; ConfigError if it would be refused."""
     words = [str(output)]
     if is_new_reward:  # it raises until it has been written
-        words += ["--reward.functions", _STAND_IN]
+        words += ["--reward.functions", _STAND_IN, "--evaluation.function", _STAND_IN]
     try:
         with as_trained(words) as rest:
             from torchtitan.grpo.entry import findings

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import torch
 
-from torchtitan.grpo.inference.gpu_shares import part_beside_training
+from torchtitan.grpo.inference.gpu_shares import ASLEEP_BYTES
 from torchtitan.grpo.inference.kinds import KINDS
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel
@@ -58,7 +58,7 @@ class Machine:
     def step_memory(self, tables: dict[str, Any], model: HFModel) -> tuple[int, int]:
         """Returns the bytes that a training step is estimated to need, and those that it may fill."""
         if self.on_gpu:
-            part = part_beside_training(1, 1, 0.0) if self.num_gpus == 1 else 0.0
+            part = ASLEEP_BYTES / self.num_bytes if self.num_gpus == 1 else 0.0  # it is lent
             available = available_bytes(self.num_bytes, part)
         else:
             free = int((1 - _CACHE_ON_HOST) * available_bytes(self.num_bytes))

@@ -11,7 +11,13 @@ import numpy as np
 from torchtitan.grpo.command_line import ConfigError, refusing
 from torchtitan.grpo.config import Prompts
 from torchtitan.grpo.init_config.columns import Columns, Source
-from torchtitan.grpo.init_config.reward_choice import Form, RewardChoice, opens_answer, say_form
+from torchtitan.grpo.init_config.reward_choice import (
+    Form,
+    RewardChoice,
+    are_results,
+    opens_answer,
+    say_form,
+)
 from torchtitan.grpo.rollout.prompts import PromptLimits, PromptSet
 from torchtitan.grpo.rollout.prompts.row_check import sample_rows
 from torchtitan.grpo.rollout.tables import RowError, open_table
@@ -39,7 +45,6 @@ class PromptForm:
     settings: Prompts
     why_template: str = ""
     thinks: bool = False
-    warning: str = ""
 
 
 def choose_form(
@@ -80,16 +85,12 @@ def _instruction(columns: Columns, reward: RewardChoice) -> str:
 
 
 def _shape_chat(form: PromptForm, codec: TextCodec, columns: Columns, instruction: str) -> None:
-    conversations = [text for text in columns.texts if not isinstance(text, str)]
-    if instruction and all(messages[0]["role"] == "user" for messages in conversations):
-        form.settings.system_prompt = instruction
-    elif instruction:
-        form.warning = (
-            f"The reward expects what this asks for: {instruction!r} The prompts have system messages of "
-            "their own, so it was not added. Add it to the data."
-        )
     with refusing():
-        form.thinks = _begins_thinking(codec.template.render(conversations[0]))
+        first = next(text for text in columns.texts if not isinstance(text, str))
+        form.thinks = _begins_thinking(codec.template.render(first))
+    if instruction:  # a template may refuse system messages, and prompts may have their own
+        form.settings.template = f"{{prompt}}\n\n{_escaped(instruction)}"
+        form.why_template = "the user's turn ends with the form that the reward reads"
 
 
 def _begins_thinking(rendered: str) -> bool:
@@ -147,7 +148,12 @@ def measure(codec: TextCodec, settings: Prompts, limit: int) -> np.ndarray:
     return np.asarray(lengths)
 
 
-def answer_tokens(codec: TextCodec, columns: Columns) -> int:
-    """The tokens of the longest right answer of the first rows, except for the longest hundredth."""
+def answer_tokens(codec: TextCodec, columns: Columns, reward: RewardChoice) -> int:
+    """The tokens of the longest right answer of the first rows, except for the longest hundredth.
+
+    0 if the answers are results alone, and completions reason.
+    """
+    if reward.form not in ("alone", "free") and are_results(columns):
+        return 0
     counts = sorted(max(map(codec.count, found)) for found in columns.answers if found)
     return counts[-(-99 * len(counts) // 100) - 1] if counts else 0

@@ -3,12 +3,13 @@
 
 """Chooses the reward: a built-in one that knows the data's own right answers from wrong ones."""
 
+import re
 import statistics
 from dataclasses import dataclass
 from typing import Literal
 
 from torchtitan.grpo.init_config.columns import MOST, Columns
-from torchtitan.grpo.rewards.final_answers import is_number
+from torchtitan.grpo.rewards.final_answers import is_number, read_expected
 from torchtitan.grpo.rewards.reward_loading import load_function
 from torchtitan.grpo.rollout.prompts.prompt_set import num_characters
 
@@ -20,6 +21,13 @@ _MISTAKEN = 0.05
 _LONGEST_BARE = 200
 _SHORT_QUESTION = 64  # characters; those of GSM8K have 230
 _MARKS = ("boxed", "####")
+# Characters of an answer besides its result, such as those of "The answer is", if it is nothing else.
+_LEAD_IN = 16
+# Mathematics is a letter, or has a digit or a command, and is no sentence of four words. Words would be
+# read as products of letters: "listen" would equal "silent".
+_MATHEMATICS = re.compile(
+    r"(?!(?:.*(?<!\\)\b[a-z]{2,}\b){4})(.*[\d\\^=]|\W*[a-z]\W*$)", re.IGNORECASE | re.DOTALL
+)
 # What the end of a prompt that is to be continued with the bare answer looks like.
 _OPENING = (":", ">", "=", "→")
 
@@ -58,13 +66,23 @@ def ask_briefly(columns: Columns) -> bool:
     return statistics.median(map(num_characters, columns.texts)) <= _SHORT_QUESTION
 
 
+def are_results(columns: Columns) -> bool:
+    """Whether right answers are final results, without the way to them."""
+    golds = [found[0] for found in columns.answers if found]
+    extra = [len(gold) - len(read_expected(gold)) for gold in golds]
+    return bool(golds) and statistics.median(extra) <= _LEAD_IN
+
+
 def choose_reward(columns: Columns, *, has_template: bool) -> RewardChoice:
     """Tries the built-in rewards on the answers of the first rows, the most telling form first."""
     if columns.answer is None:
         return _none("no column is known to hold right answers")
     answers = columns.answers
     golds = [found[0] if found else "" for found in answers]
-    if found := _judged("boxed_math", golds, answers, "boxed"):  # they have marks of their own
+    num_formulas = sum(_MATHEMATICS.match(read_expected(gold)) is not None for gold in golds)
+    are_formulas = num_formulas >= MOST * len(golds)
+    # They have marks of their own.
+    if are_formulas and (found := _judged("boxed_math", golds, answers, "boxed")):
         return found
     is_bare = [0 < len(gold) <= _LONGEST_BARE and "\n" not in gold.strip() for gold in golds]
     if sum(is_bare) < MOST * len(is_bare):
@@ -76,7 +94,7 @@ def choose_reward(columns: Columns, *, has_template: bool) -> RewardChoice:
         if is_last and (found := _judged("last_number", golds, answers, form)):
             return found
         boxed = [f"\\boxed{{{gold.strip()}}}" for gold in golds]
-        if found := _judged("boxed_math", boxed, answers, "boxed"):
+        if are_formulas and (found := _judged("boxed_math", boxed, answers, "boxed")):
             return found
     if found := _judged("exact_match", golds, answers, "alone"):
         return found

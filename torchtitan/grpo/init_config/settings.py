@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from torchtitan.grpo.command_line import ConfigError
+from torchtitan.grpo.init_config.columns import Source
 from torchtitan.grpo.init_config.machine import Machine
 from torchtitan.grpo.init_config.prompt_form import PromptForm
 from torchtitan.grpo.init_config.reward_choice import RewardChoice
@@ -30,6 +31,7 @@ _EMBEDDED_CONCURRENT = 32
 _ROW = {True: 2048, False: 256}
 _MICROBATCH = {True: 8192, False: 2048}
 _NEW, _MOST_NEW = {True: 1024, False: 256}, {True: 4096, False: 512}
+_HELD_OUT = {True: (256, 20), False: (64, 10)}  # prompts, and steps between two evaluations
 _OF_CALCULATION = 4  # a calculation in one line gets this part of _NEW
 _ON_GPU = {
     "steps": 200,
@@ -55,8 +57,8 @@ class Findings:
     """What was found about model, data and machine.
 
     ``lengths`` are those of prompts, in tokens, at most one more than the model takes.
-    ``answer_tokens`` is the length of a long right answer. ``function`` is the value of
-    ``reward.functions``.
+    ``answer_tokens`` is the length of a long right answer, or 0 if that says nothing about
+    completions. ``function`` is the value of ``reward.functions``.
     """
 
     model_name: str
@@ -70,6 +72,7 @@ class Findings:
     answer_tokens: int
     machine: Machine
     dump_folder: str = "outputs"
+    held_out: Source | None = None
 
     def length(self, percent: float) -> int:
         return int(np.percentile(self.lengths, percent, method="higher"))
@@ -170,7 +173,8 @@ def _values(found: Findings, sizes: Sizes) -> dict[str, Any]:
         **(_ON_GPU if machine.on_gpu else _ON_CPU),
         **_fast_dtype(machine),
         **{key: value or None for key, value in vars(prompts).items()},
-        "split": None if Path(prompts.path).is_file() else prompts.split,
+        "split": _split(prompts.path, prompts.split),
+        **_held_out(found),
         "num_rows": found.num_rows,
         "why_template": found.form.why_template,
         "max_prompt_tokens": sizes.prompt,
@@ -189,17 +193,38 @@ def _values(found: Findings, sizes: Sizes) -> dict[str, Any]:
         "prompts_per_step": batch // _GROUP_SIZE,
         "batch": batch,
         "max_new_tokens": sizes.new,
-        "why_new": f"{room}{_answers_text(found.answer_tokens)}",
+        "why_new": f"{room}{_answers_text(found)}",
         "max_concurrent_rollouts": min(batch, _EMBEDDED_CONCURRENT)
         if machine.kind == "embedded"
         else batch,
         "kind": machine.kind,
+        "lend": machine.num_gpus == 1 or None,
         "python": machine.python,
         "num_servers": machine.num_servers if machine.num_servers > 1 else None,
         "max_model_len": sizes.prompt + sizes.new,
         "functions": [found.function],
         "why_reward": why_reward,
     }
+
+
+def _held_out(found: Findings) -> dict[str, Any]:
+    if (held := found.held_out) is None:
+        return {}
+    most, interval = _HELD_OUT[found.machine.on_gpu]
+    return {
+        "held_path": held.path,
+        "held_name": held.name,
+        "held_split": _split(held.path, held.split),
+        "why_held": held.describe(),
+        "num_prompts": min(held.num_rows, most),
+        "function": found.function,
+        "held_interval": interval,
+    }
+
+
+def _split(path: str, split: str) -> str | None:
+    """Of a file, only rows in brackets are chosen."""
+    return None if Path(path).is_file() and "[" not in split else split
 
 
 def _fast_dtype(machine: Machine) -> dict[str, str]:
@@ -227,9 +252,12 @@ def _learning_rate(found: Findings, is_lora: bool) -> dict[str, Any]:
     }
 
 
-def _answers_text(num_tokens: int) -> str:
-    if not num_tokens:
-        return "the length of right answers is unknown"
+def _answers_text(found: Findings) -> str:
+    if not (num_tokens := found.answer_tokens):
+        is_known = found.reward.is_builtin
+        return (
+            f"{'results alone do not tell' if is_known else 'nothing tells'} the length of answers"
+        )
     return f"long right answers have {num_tokens} token{'s' if num_tokens > 1 else ''}"
 
 

@@ -10,7 +10,8 @@ from typing import Any
 from torchtitan.grpo.run_folder.start_record import toml_value
 
 _WIDTH = 100
-_SETTING = re.compile(r"(\w+)(?: = (\S+))?  # (.+)")
+# A value in braces is that of another name.
+_SETTING = re.compile(r"(\w+)(?: = (?:\{(\w+)\}|(\S+)))?  # (.+)")
 _TABLES = """\
 [job]
 dump_folder  # metrics, samples and the trained model
@@ -57,7 +58,6 @@ split  # the data set's part to train on
 column  # holds the prompt
 rename  # the names that prompts and built-in rewards have
 template  # {why_template}
-system_prompt  # the reward reads this form
 chat_template_kwargs  # answers without thinking are short; true needs more tokens
 max_prompt_tokens  # measured {typical} tokens at the 99th percentile; {dropped} of {measured:,} are longer
 
@@ -70,12 +70,21 @@ max_head_offpolicyness = 1  # generation runs at most one step ahead of training
 [inference]
 kind  # the servers that generate
 launch = true  # the run starts and stops them
+lend  # on the only GPU, they generate while training waits, and sleep while it trains
 python  # the servers' environment, which was found
 num_servers  # half of the GPUs generate
 max_model_len  # the longest prompt with its completion
 
 [reward]
 functions  # {why_reward}
+
+[evaluation]
+path = {held_path}  # {why_held}
+name = {held_name}  # the data set's configuration
+split = {held_split}  # the part of it
+num_prompts  # of them; each is completed once, greedily
+function  # scores them; the mean is in evaluations.jsonl and reward_curve.png
+interval = {held_interval}  # steps between two evaluations, which run beside training
 """
 _HEADING = """\
 # Purpose:  GRPO on {path} with {hf_assets_path}.
@@ -86,13 +95,6 @@ _HEADING = """\
 # Expected: the mean reward in the line of each step rises. If it stays at 0 or at its maximum,
 #           nothing is learned: read samples.jsonl, and section 5 of docs/how-to/first-model.md.
 
-"""
-_ENDING = """
-# Held-out prompts in the same form are scored before and after training if you add:
-#
-# [evaluation]
-# path = "test.jsonl"
-# function = "{functions[0]}"
 """
 
 
@@ -111,17 +113,17 @@ def settings_text(values: Mapping[str, Any]) -> str:
 
 
 def whole_text(settings: str, values: Mapping[str, Any]) -> str:
-    """Adds the comments before and after the settings."""
-    return _HEADING.format_map(values) + settings + _ENDING.format_map(values)
+    """Adds the comments before the settings."""
+    return _HEADING.format_map(values) + settings
 
 
 def _setting(line: str, values: Mapping[str, Any]) -> str:
     matched = _SETTING.fullmatch(line)
     assert matched is not None, line
-    key, fixed, why = matched.groups()
-    if not fixed and values.get(key) is None:
+    key, other, fixed, why = matched.groups()
+    if not fixed and values.get(other or key) is None:
         return ""
-    line, why = f"{key} = {fixed or text_value(values[key])}", why.format_map(values)
+    line, why = f"{key} = {fixed or text_value(values[other or key])}", why.format_map(values)
     if "\n" in line or len(line) + len(why) > _WIDTH:
         return f"# {why}\n{line}"
     return f"{line:<26}  # {why}"

@@ -149,13 +149,22 @@ def _num_ranks(config: JobConfig, asked: int | None, measured: Measured | None) 
 def _lines(facts: _Given) -> Iterator[str]:
     with refusing():
         made = _make_plan(facts)
+    seeds, error = facts.options.seeds, "not the error of the prediction"
+    if measured := facts.measured:
+        split = split_of(measured.config, measured.num_ranks, measured.num_servers)
+        own = spread(_make_plan(replace(facts, config=measured.config, split=split)).system, seeds)
+        off = own.mean("samples_per_second") / measured.samples_per_second - 1
+        made = replace(made, system=replace(made.system, off=abs(off)))
+        error = f"and the {100 * abs(off):.0f} % by which the run itself is missed"
+        cores = f", which share {counted(measured.cores, 'core')}" if measured.cores else ""
+        yield f"What {facts.options.run} had, with {_describe(split)}{cores}"
+        yield f"  samples a second  {measured.samples_per_second:.4g}, and simulated {100 * off:+.0f} %"
+        yield f"  training devices  {100 * measured.waited:.0f} % waiting for rollouts"
     yield from _describe_costs(facts, made.system)
-    seeds = facts.options.seeds
     before = spread(made.system, seeds)
-    meaning = f"+- is the spread over {seeds} seeds, not the error of the prediction"
-    yield f"\nThe run, with {_describe(made.split)} ({meaning})"
+    yield f"\nThe run, with {_describe(made.split)} (+- is the spread over {seeds} seeds, {error})"
     yield from (f"  {line}" for line in _describe_run(before))
-    yield f"\nWhat to change first (+- is the standard error over {seeds} seeds)"
+    yield f"\nWhat to change first (+- is the standard error over {seeds} seeds, {error})"
     yield from (f"  {line}" for line in _describe_changes(facts, made, before))
     devices = facts.options.devices or max(made.num_devices, made.fewest_devices)
     yield f"\nThe best split of {devices:,} devices"
@@ -201,6 +210,8 @@ def _make_plan(facts: _Given) -> Plan:
         reward_places=config.reward.num_workers * max(1, config.reward.concurrency),
         dropped=dropped,
         max_late=config.inference.lend_max_late,
+        num_ranks=old.num_ranks,
+        cores=measured.cores if measured else 0,
     )
     row = config.training.seq_len * config.training.local_batch_size
     made = Plan(system, old, unit, facts.server_devices, row)

@@ -5,6 +5,7 @@
 
 import json
 import math
+import os
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -38,7 +39,8 @@ _PROPORTIONAL = "depends on its tokens: all of it is taken as proportional to th
 class Measured:
     """``num_ranks`` and ``num_servers`` are those with which ``costs`` were measured.
 
-    ``assumed`` names the costs of lending that the run does not tell, and ``doubts`` are sentences on
+    ``waited`` is the part of the time in which training waited for rollouts, and ``cores`` how many
+    cores all processes share, or 0 if each has a GPU. ``assumed`` names the costs of lending that the run does not tell, and ``doubts`` are sentences on
     what else it does not tell.
     """
 
@@ -52,6 +54,9 @@ class Measured:
     num_ranks: int
     num_servers: int
     num_steps: int
+    samples_per_second: float
+    waited: float
+    cores: int
 
 
 def read_run(folder: Path) -> Measured:
@@ -90,6 +95,9 @@ def read_run(folder: Path) -> Measured:
         num_ranks=environment["num_ranks"],
         num_servers=len(servers),
         num_steps=len(used),
+        samples_per_second=samples / (seconds := _mean(used, "time/step_seconds")),
+        waited=_mean(used, "time/wait_data_seconds") / seconds,
+        cores=0 if environment.get("devices", True) else os.cpu_count() or 1,
     )
 
 

@@ -30,7 +30,11 @@ def simulate(system: System, seed: int = 0, num_batches: int = _BATCHES) -> Outc
     """Simulates a system, a large one in reduced form. Equal arguments give equal results."""
     small, factor = scaled(system)
     kind = LendingSimulation if small.num_lent else Simulation
-    return kind(small, seed).run(num_batches, factor)
+    outcome = kind(small, seed).run(num_batches, factor)
+    busy = outcome.trained * system.num_ranks + outcome.busy * system.num_servers
+    slower = max(1.0, busy / system.cores) if system.cores else 1.0
+    seconds, rate = outcome.step_seconds * slower, outcome.samples_per_second / slower
+    return replace(outcome, step_seconds=seconds, samples_per_second=rate)
 
 
 @dataclass(frozen=True)
@@ -93,8 +97,8 @@ class Plan:
             transfer=costs.transfer * slower,
         )
         rollout = replace(system.rollout, max_concurrent_rollouts=in_flight)
-        servers = {"num_servers": split.num_servers, "num_lent": split.num_lent}
-        return replace(system, costs=costs, rollout=rollout, **servers)
+        numbers = {name: getattr(split, name) for name in ("num_ranks", "num_servers", "num_lent")}
+        return replace(system, costs=costs, rollout=rollout, **numbers)
 
     def _useful(self, num_ranks: int) -> int:
         """Ranks that have a row of a batch to train on."""
@@ -110,22 +114,25 @@ class Spread:
     """Outcomes of the same system with several seeds."""
 
     outcomes: Sequence[Outcome]
+    off: float = 0.0
 
     def mean(self, name: str) -> float:
         return statistics.fmean(getattr(outcome, name) for outcome in self.outcomes)
 
     def deviation(self, name: str) -> float:
-        return statistics.stdev(getattr(outcome, name) for outcome in self.outcomes)
+        spread = statistics.stdev(getattr(outcome, name) for outcome in self.outcomes)
+        return math.hypot(spread, self.off * self.mean(name))
 
     def gain(self, before: "Spread") -> tuple[float, float]:
-        """How many times more samples a second, and the standard error of that."""
+        """How many times more samples a second, and the error of that."""
         pairs = zip(self.outcomes, before.outcomes, strict=True)
         ratios = [new.samples_per_second / old.samples_per_second for new, old in pairs]
-        return statistics.fmean(ratios), statistics.stdev(ratios) / len(ratios) ** 0.5
+        error = statistics.stdev(ratios) / len(ratios) ** 0.5
+        return statistics.fmean(ratios), math.hypot(error, before.off)
 
 
 def spread(system: System, seeds: int) -> Spread:
-    return Spread([simulate(system, seed) for seed in range(seeds)])
+    return Spread([simulate(system, seed) for seed in range(seeds)], system.off)
 
 
 def best_split(plan: Plan, num_devices: int, enough: float = math.inf) -> tuple[Split, float]:

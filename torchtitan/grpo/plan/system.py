@@ -100,7 +100,9 @@ class System:
     training. ``max_running`` is how many completions fit into a server's cache, and 0 sets no limit.
     ``dropped`` is the part of the finished groups that is not trained on, and ``max_late``
     ``inference.lend_max_late``. ``shared_row`` is the number of tokens of a row in which completions
-    share their prompt; 0 if they do not.
+    share their prompt; 0 if they do not. Without GPUs, ``num_ranks`` ranks and all servers share
+    ``cores``, each with as much work as before. ``off`` is how far the simulation of the run that was
+    measured is from it, as a part of its rate, and so the least error of what is predicted.
     """
 
     grpo: GRPO
@@ -115,6 +117,9 @@ class System:
     reward_places: int = 1
     dropped: float = 0.0
     max_late: float = 0.05
+    num_ranks: int = 1
+    cores: int = 0
+    off: float = 0.0
 
     @cached_property
     def mean_tokens(self) -> float:

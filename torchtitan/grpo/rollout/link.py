@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -411,7 +412,8 @@ class RolloutLink:
         elif isinstance(answer, link_messages.DevicesWanted):
             self._wanted_for = answer.version
         elif isinstance(answer, link_messages.Announcement):
-            self._announce(answer.text)
+            tell = self._announce if answer.is_warning else partial(print, flush=True)
+            tell(answer.text)
         elif isinstance(answer, link_messages.Dropped):
             self._dropped = Counter(answer.counts)
         elif isinstance(answer, link_messages.Saved):

@@ -106,6 +106,7 @@ class DevicesWanted(msgspec.Struct, tag=True):
 
 class Announcement(msgspec.Struct, tag=True):
     text: str
+    is_warning: bool = True
 
 
 class Dropped(msgspec.Struct, tag=True):

@@ -63,20 +63,25 @@ class Announcer(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
         self._loop = asyncio.get_running_loop()
-        self._texts: deque[str] = deque()
+        self._texts: deque[tuple[str, bool]] = deque()
         self.has_news = asyncio.Event()
         logging.getLogger("torchtitan.grpo").addHandler(self)
 
     def announce(self, text: str) -> None:
-        """Logs a sentence and queues it. Any thread may call it."""
+        """Logs a warning and queues it. Any thread may call it."""
         logger.warning("%s", text)
         self._queue(text)
+
+    def say(self, text: str) -> None:
+        """The same with what is no warning, such as progress."""
+        logger.info("%s", text)
+        self._queue(text, is_warning=False)
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.exc_info is None:
             self._queue(record.getMessage())
 
-    def take(self) -> list[str]:
+    def take(self) -> list[tuple[str, bool]]:
         self.has_news.clear()
         return [self._texts.popleft() for _ in range(len(self._texts))]
 
@@ -84,8 +89,8 @@ class Announcer(logging.Handler):
         logging.getLogger("torchtitan.grpo").removeHandler(self)
         super().close()
 
-    def _queue(self, text: str) -> None:
-        self._texts.append(text)
+    def _queue(self, text: str, is_warning: bool = True) -> None:
+        self._texts.append((text, is_warning))
         self._loop.call_soon_threadsafe(self.has_news.set)
 
 
@@ -169,7 +174,7 @@ class RolloutProcess:
             tasks.create_task(self._speak())
             await self._monitor.start()
             self._session = session = RolloutSession(
-                self._config, self._announcer.announce, devices=self.devices
+                self._config, self._announcer.announce, self._announcer.say, devices=self.devices
             )
             await session.open()
             self._monitor.health.begin(session)
@@ -219,8 +224,8 @@ class RolloutProcess:
             await self._speak_once()
 
     async def _speak_once(self) -> None:
-        for text in self._announcer.take():
-            await self._send(link_messages.Announcement(text))
+        for announced in self._announcer.take():
+            await self._send(link_messages.Announcement(*announced))
         counts = dict(self._session.drops.counts) if self._session is not None else {}
         if counts != self._told_counts:
             self._told_counts = counts

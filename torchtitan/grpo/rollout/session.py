@@ -75,9 +75,9 @@ class _Session:
         say: Callable[[str], object] = logger.info,
         warn: Callable[[str], object] = logger.warning,
     ) -> None:
-        self._config, self._announce = config, announce
+        self._config, self._say = config, say
         self.drops = DropLog(announce)
-        self.fleet = ServerFleet(config, announce)
+        self.fleet = ServerFleet(config, announce, say)
         self.inputs = Inputs(config, self.drops, say, warn)
 
     async def _open(self, *parts: Coroutine[Any, Any, None]) -> None:
@@ -142,7 +142,7 @@ class RolloutSession(_Session):
         config = self._config
         if config.teacher.urls:
             codec = await asyncio.to_thread(make_codec, config)
-            self._teachers = make_teacher_pool(config, codec, self.drops, self._announce)
+            self._teachers = make_teacher_pool(config, codec, self.drops, self._say)
             await self._teachers.start(config.inference.startup_timeout_seconds)
 
     def _make_producer(self) -> Producer:
@@ -276,7 +276,7 @@ def make_teacher_pool(
     config: RolloutProcessConfig,
     codec: TextCodec,
     drops: DropLog,
-    announce: Callable[[str], None] | None,
+    say: Callable[[str], object],
 ) -> TeacherPool:
     """Makes the teachers of ``[teacher]``, which are not asked for anything yet."""
     settings = config.teacher
@@ -307,14 +307,14 @@ def make_teacher_pool(
         model_path=settings.model_path,
         top_k=settings.top_k,
     )
-    return TeacherPool(clients, settings, needs, drops=drops, announce=announce)
+    return TeacherPool(clients, settings, needs, drops=drops, say=say)
 
 
 class EvaluationSession(_Session):
     """One evaluation without a run, which would report the same figures for the same weights."""
 
     def __init__(self, config: RolloutProcessConfig, announce: Callable[[str], None]) -> None:
-        super().__init__(config, announce, warn=announce)
+        super().__init__(config, announce, announce, announce)
 
     async def open(self) -> None:
         await self._open(self.inputs.open_evaluation())

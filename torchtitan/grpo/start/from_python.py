@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from torchtitan.grpo.command_line import ConfigError
+from torchtitan.grpo.command_line import ConfigError, refusing
 from torchtitan.grpo.errors import RunFailed
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.observe.run_log import NewRecords
@@ -208,7 +208,7 @@ class Run:
         else:
             return
         raise RunFailed(
-            f"{reason}\nThe run ended with {describe_status(status)}. What it printed is in "
+            f"{_in_python(reason)}\nThe run ended with {describe_status(status)}. What it printed is in "
             f"{self._console.file}; the logs of its other processes are in {self.folder}.",
             status,
         )
@@ -289,7 +289,17 @@ def _end(child: subprocess.Popen, seconds: float) -> None:
 
 
 def _read(words: list[str]) -> JobConfig:
-    return read_settings(parse(words))
+    with refusing(say=_in_python):
+        return read_settings(parse(words))
+
+
+def _in_python(text: str) -> str:
+    """Returns advice for the command line as advice for who calls :func:`run`."""
+    text = text.replace("--job.config_file", "config").replace("on the command line", "in run()")
+    text = re.sub("--(?:nproc|gpus)[ =](?=[0-9])", "ranks=", text).replace("--nproc", "ranks")
+    text = text.replace("--job.overwrite", 'job={"overwrite": True}')
+    option = r"--(\w+)\.([\w-]+(?:\.[\w-]+)*)(?:[ =](-?\d[\w.+-]*))?"
+    return re.sub(option, lambda m: f'{m[1]}={{"{m[2]}": {m[3] or "..."}}}', text)
 
 
 def _tables(

@@ -7,11 +7,13 @@ The processes that call them load such a file as they load one that the user wro
 """
 
 import hashlib
+import io
 import os
 import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import cloudpickle
@@ -30,6 +32,16 @@ from pathlib import Path
 sys.path += [path for path in {paths!r} if path not in sys.path]
 globals()[{name!r}] = pickle.loads(Path(__file__).with_suffix(".pickle").read_bytes())
 """
+
+
+class _Pickler(cloudpickle.Pickler):
+    """Keeps the names of source files, which cloudpickle replaces, for messages about errors."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if not isinstance(obj, CodeType) or not os.path.isfile(obj.co_filename):
+            return super().reducer_override(obj)
+        make, values, *_ = self.dispatch_table[CodeType](obj)
+        return make, tuple(obj.co_filename if v == "<dynamic-code>" else v for v in values)
 
 
 class FunctionFiles:
@@ -62,7 +74,7 @@ class FunctionFiles:
 
     def _add(self, function: Callable[..., Any], name: str) -> str:
         try:
-            pickled = cloudpickle.dumps(function)
+            _Pickler(buffer := io.BytesIO()).dump(function)
         except Exception as error:  # the user's objects may raise anything
             raise ConfigError(
                 f"A function is pickled for the processes that call it, which failed for {name} with "
@@ -72,6 +84,7 @@ class FunctionFiles:
             ) from error
         paths = [os.path.abspath(path) for path in sys.path if path]
         code = _CODE.format(name=name, paths=paths).encode()
+        pickled = buffer.getvalue()
         digest = hashlib.sha256(code + pickled).hexdigest()[:16]
         file = self._folder / f"{name}-{digest}.py"
         self._contents |= {file.with_suffix(".pickle"): pickled, file: code}

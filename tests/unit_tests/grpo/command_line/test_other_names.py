@@ -5,6 +5,7 @@
 
 import re
 import typing
+from pathlib import Path
 
 import pytest
 
@@ -24,7 +25,7 @@ ANSWERS = {**NAMES, **OTHER_TABLES}
 def test_every_answer_names_settings_that_there_are():
     for name, answer in ANSWERS.items():
         for key in re.findall(r"\b([a-z_]+\.[a-z_0-9]+)\b", answer):
-            is_setting = key in KEYS or key in ("samples.jsonl", "torchtitan.grpo")
+            is_setting = key in KEYS or Path(key).suffix in (".jsonl", ".md", ".sh", ".slurm")
             assert is_setting, f"{name}: {key}"
         for table in re.findall(r"\[([a-z_]+)\]", answer):
             assert table in TABLES, f"{name}: {table}"
@@ -67,7 +68,6 @@ def test_every_answer_names_values_that_there_are():
         ("--grpo.advantage=maxrl", 'It is called "max_rl" here.'),
         ("--grpo.advantage=vapo", 'It is called "gae" here.'),
         ("--grpo.aggregation=seq-mean-token-sum-norm", 'It is called "constant_length" here.'),
-        ("--weight_sync.transport=group", '"nccl" or "host" now'),
     ],
 )
 def test_a_value_of_another_project_is_answered(option, answer):
@@ -79,7 +79,14 @@ def test_a_value_of_another_project_is_answered(option, answer):
 def test_no_name_hides_a_setting_of_ours():
     # A name that a setting of ours has as well is answered by that setting, unless both may be meant.
     names = {key.rpartition(".")[2] for key in KEYS}
-    both = {"delta", "max_concurrent", "model_path", "tensor_parallel_size"}
+    both = {
+        *("delta", "max_concurrent", "model_path", "tensor_parallel_size"),
+        *(
+            "flavor",
+            "global_batch_size",
+            "num_workers",
+        ),  # of torchtitan, and without a meaning here
+    }
     assert set(NAMES) & names == both
     assert not set(NAMES) & set(KEYS)
     assert not (set(NAMES) | set(OTHER_TABLES)) & set(TABLES)
@@ -118,3 +125,55 @@ def test_a_name_of_another_project_is_answered(row, tmp_path):
 def test_a_name_of_another_project_is_answered_on_the_command_line(option):
     with pytest.raises(ConfigError, match=r"Unknown argument --.* It is called grpo\.kl_coef here"):
         read_config([option])
+
+
+# What users of other systems have in their scripts, by system; an answer must lead to the key behind it.
+SYSTEMS = """
+ColossalAI: num_producers inference.num_servers, num_proc_per_producer inference.tensor_parallel_size, num_consumer_procs --gpus,
+  num_episodes training.steps, inference_batch_size rollout.max_concurrent_rollouts, inference_microbatch_size rollout.max_concurrent_rollouts,
+  train_batch_size grpo.prompts_per_step, train_minibatch_size grpo.num_minibatches, train_dataset_config prompts.path,
+  inference_model_config model.hf_assets_path, generate_config [rollout], train_model_config model.hf_assets_path, grpo_config [grpo],
+  plugin_config [parallelism], tokenizer_config model.hf_assets_path, inference_backend inference.kind, master_addr --rdzv-endpoint,
+  master_port --rdzv-endpoint, core_algo grpo.advantage, save_dir job.dump_folder, eval_dataset_config evaluation.path,
+  eval_save_dir evaluations.jsonl, eval_generation_config evaluation.temperature, log_rollout_interval observe.samples_per_step,
+  rollout_save_dir samples.jsonl, enable_profiling profiling.enable_profiling, data_actor_buffer_size_limit rollout.buffer_size_limit,
+  reward_fn_type reward.functions, tp_size parallelism.tensor_parallel_degree, pp_size parallelism.pipeline_parallel_degree, zero_stage ZeRO-3,
+  lr optimizer.lr, train_microbatch_size training.local_batch_size, sp_size parallelism.context_parallel_degree
+AReaL: num_workers reward.num_workers, drop_last Remove, consumer_batch_size grpo.prompts_per_step, enable_chunked_prefill inference.max_batched_tokens,
+  enable_prefix_caching inference.extra_args, gpu_memory_utilization inference.gpu_memory_utilization, enable_sleep_mode inference.lend,
+  max_num_seqs rollout.max_concurrent_rollouts, worker_extension_cls inference.urls, balance_batch prompts.balance_batch, c_clip grpo.dual_clip,
+  behav_imp_weight_cap grpo.importance_cap, overlong_tokens grpo.overlong_buffer, weight_update_mode weight_sync.transport, discount critic.gamma
+open-instruct: num_learners_per_node --nproc, deepspeed_stage ZeRO-3, deepspeed_zpg parallelism.data_parallel_replicate_degree,
+  clip_higher grpo.clip_high, local_eval_every evaluation.interval, async_steps rollout.max_head_offpolicyness,
+  num_unique_prompts_rollout grpo.prompts_per_step, single_gpu_mode inference.lend, dataset_mixer_list prompts.paths
+torchtitan's fork: sglang_urls inference.urls, sglang_tp inference.tensor_parallel_size, sglang_ep inference.extra_args,
+  sglang_pp parallelism.pipeline_parallel_degree, sglang_slurm_num_nodes inference.registry, sglang_port inference.urls, logit_loss_weight Remove,
+  entropy_loss_weight grpo.entropy_coef, kl_estimator_type grpo.kl_estimator, clip_ratio_lower_bound grpo.clip_low,
+  clip_ratio_upper_bound grpo.clip_high, policy_ratio_type grpo.policy_loss, pos_scaler grpo.reward_positive_scale,
+  neg_scaler grpo.reward_negative_scale, grpo_by_token grpo.aggregation, scale_adv_by_len grpo.advantage_length_power,
+  num_microbatches training.local_batch_size, onpolicy_logp_threshold grpo.mismatch_veto, rollout_is_level grpo.mismatch_level,
+  rollout_is_mode grpo.mismatch_correction, rollout_is_threshold grpo.importance_cap, ptx_mixin_batchsize grpo.ptx_per_step,
+  ptx_scale_by_tokens grpo.ptx_coef, initial_load_path checkpoint.initial_load_path, flavor model.hf_assets_path,
+  global_batch_size grpo.prompts_per_step, reset_state_every_n_steps Remove
+verl, slime, OpenRLHF, NeMo-RL: free_cache_engine inference.lend, colocate_all_models inference.lend, partial_rollout rollout.overdue,
+  ring_attn_size parallelism.context_parallel_degree, remote_rm_url 'judge', val_before_train evaluation.path, ratio_clip_max grpo.clip_high,
+  calculate_per_token_loss grpo.aggregation, max_ckpt_num checkpoint.keep_latest_k, use_liger_loss grpo.logprob_chunk_tokens
+"""
+
+
+@pytest.mark.parametrize("prefix", ["--grpo.", "--"])
+def test_names_of_every_known_system_lead_to_what_there_is(prefix):
+    for pair in re.sub(r"^.+:", "", SYSTEMS, flags=re.MULTILINE).replace("\n", ",").split(","):
+        if pair.strip():
+            name, lead = pair.split()
+            with pytest.raises(ConfigError) as error:
+                read_config([f"{prefix}{name.replace('_', '-')}=1"])
+            assert lead in str(error.value), name
+
+
+@pytest.mark.parametrize(
+    "name", ["pos_shift", "frobnicate", "xyz", "warp_factor", "kv_dropout_mode"]
+)
+def test_a_name_that_is_like_no_other_gets_no_wrong_lead(name):
+    with pytest.raises(ConfigError, match=r"No key has a similar name.*docs/other-names\.md"):
+        read_config([f"--grpo.{name}=1"])

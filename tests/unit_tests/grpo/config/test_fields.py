@@ -102,9 +102,20 @@ def test_tables_that_a_custom_module_adds_or_extends_are_bounded(monkeypatch, tm
             load_config([*arguments, argument])
 
 
-def test_the_description_names_torchtitans_default_beside_ours():
-    lines = describe_settings(load_config([*LIVE, "--optimizer.weight_decay=0.01"])).splitlines()
-    assert "lr = 1e-06  # the default here; torchtitan's is 0.0008" in lines
-    assert "decay_ratio = 0.0  # the default here; torchtitan's is None" in lines
-    assert "weight_decay = 0.01" in lines  # it is set, and so no default
-    assert "max_norm = 1.0" in lines  # it is the same in both
+def test_the_description_marks_what_differs_from_the_defaults(monkeypatch):
+    monkeypatch.setenv("TORCHTITAN_GRPO_API_KEY", "secret")
+    given = [
+        "--optimizer.weight_decay=0.01",
+        "--debug.seed=7",
+        "--grpo.group_size=8",
+        "--cluster.a.tags=rollout",
+    ]
+    lines = describe_settings(load_config([*LIVE, *given])).splitlines()
+    for line in (
+        "weight_decay = 0.01  # default: 0.0", "seed = 7  # default: None", "lr = 1e-06", "max_norm = 1.0",
+        "group_size = 8", "hf_assets_path = 'm'  # default: ''", "launch = True  # default: False",
+    ):  # fmt: skip
+        assert line in lines, line
+    marked = [line for line in lines if "  # default: " in line]
+    assert len(marked) == len(given) - 1 + len(LIVE), marked
+    assert not [line for line in describe_settings(JobConfig()).splitlines() if "  # " in line]

@@ -35,7 +35,7 @@ TWO_SERVERS = "--inference.no-launch --inference.urls=http://127.0.0.1:1,http://
     [
         "--prompts.max_prompt_tokens=100 --rollout.max_new_tokens=256 --inference.max_model_len=356",
         "--evaluation.path=heldout.jsonl --rollout.replay={file}",
-        "--prompts.template={prompt} --prompts.system_prompt=' '",  # it says nothing
+        "--prompts.template={prompt} --prompts.system_prompt=x",  # of chat messages
         "--sft.path={file}",
         "--evaluation.path=a.jsonl --evaluation.function=judge --reward.judge.url=http://a:1 "
         "--reward.judge.kind=score --reward.judge.template={prompt}{completion} "

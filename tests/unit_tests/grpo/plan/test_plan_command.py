@@ -242,7 +242,12 @@ def run_of(tmp_path, repository) -> Callable[..., Path]:
     """Writes the folder of a run with these metrics, of which the last line is incomplete."""
 
     def write(
-        records: list[dict[str, float]], *, num_ranks: int = 1, first_step: int = 1, is_async=True
+        records: list[dict[str, float]],
+        *,
+        num_ranks: int = 1,
+        first_step: int = 1,
+        is_async: bool = True,
+        devices: Sequence[str] = ("H100",),
     ) -> Path:
         start = tmp_path / "starts" / "1"
         start.mkdir(parents=True)
@@ -250,7 +255,7 @@ def run_of(tmp_path, repository) -> Callable[..., Path]:
         asks = "async_weight_update = "
         text = text.replace(f"{asks}true", f"{asks}{json.dumps(is_async)}")
         (start / "config.toml").write_text(text)
-        known = {"num_ranks": num_ranks, "first_step": first_step}
+        known = {"num_ranks": num_ranks, "first_step": first_step, "devices": devices}
         (start / "environment.json").write_text(json.dumps(known, allow_nan=False))
         lines = [json.dumps(record, allow_nan=False) for record in records]
         (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 21, "da']))
@@ -274,6 +279,78 @@ def test_a_measured_run_gives_its_costs(run_of, repository, monkeypatch, capsys)
     assert "1 s to make room (assumed), 3.06 s to wake servers (assumed)" in out
     assert "does not tell" not in out
     assert "Memory" not in out, "the device of the run is not known"
+    assert "cores" not in out
+
+
+def own_figures(out: str) -> tuple[float, float]:
+    """The rate that the run had, and how far its simulation is from that, in percent."""
+    (found,) = re.findall(r"^  samples a second  (\S+), and simulated (\S+) %$", out, re.MULTILINE)
+    return float(found[0]), float(found[1])
+
+
+@pytest.mark.parametrize("stalls", [0.0, 0.2, 2.0])
+def test_what_the_run_had_is_told_first_and_is_the_least_error(
+    run_of, repository, monkeypatch, capsys, stalls: float
+) -> None:
+    """Nothing in the simulation explains the stalls."""
+    records = [record_of(step) for step in range(1, 21)]
+    for record in records:
+        tokens = record["time/tokens_per_second"] * record["time/step_seconds"]
+        record["time/step_seconds"] += stalls
+        record["time/wait_data_seconds"] += stalls
+        record["time/tokens_per_second"] = tokens / record["time/step_seconds"]
+    seconds = np.mean([record["time/step_seconds"] for record in records[4:]])
+    monkeypatch.chdir(repository)
+    words = ["--seeds=2", "--from", str(run_of(records))]
+    out = shown(capsys, *QUICKSTART, *words)
+    assert out.startswith("What ") and "with 1 training rank and 1 server\n" in out[:300]
+    assert f"{100 * (0.1 + stalls) / seconds:.0f} % waiting for rollouts" in out[:400]
+    rate, off = own_figures(out)
+    assert rate == pytest.approx(128 / seconds, rel=0.01)
+    assert f"the {abs(off):.0f} % by which the run itself is missed" in out
+    simulated = re.findall(r"^  samples a second  (\S+) \+- (\S+)$", out, re.MULTILINE)
+    ((mean, error),) = [(float(a), float(b)) for a, b in simulated]
+    assert mean == pytest.approx(rate * (1 + off / 100), rel=0.02)
+    assert error >= (abs(off) - 1) / 100 * mean
+    errors = [float(text) for text in re.findall(r"^ +\S+ % \+- (\S+)  ", out, re.MULTILINE)]
+    assert len(errors) >= 3 and min(errors) >= abs(off) - 1
+    assert abs(off) > 20 or not stalls
+    other = own_figures(shown(capsys, *QUICKSTART, *words, "--grpo.prompts_per_step=64"))
+    assert other == (rate, off), "it is not that of other settings"
+
+
+def test_a_change_within_the_error_is_not_recommended(
+    run_of, repository, monkeypatch, capsys
+) -> None:
+    records = [record_of(step) for step in range(1, 21)]
+    for record in records:
+        record["time/step_seconds"] *= 3
+        record["time/tokens_per_second"] /= 3
+    monkeypatch.chdir(repository)
+    out = shown(capsys, *QUICKSTART, "--seeds=2", "--from", str(run_of(records)))
+    gains = re.findall(r"^ +(\S+) % \+- (\S+)  ", out, re.MULTILINE)
+    sure = [float(gain) for gain, error in gains if float(gain) - 2 * float(error) > 1]
+    assert ("Recommended" in out) == bool(sure)
+
+
+def test_processes_without_gpus_share_the_cores(run_of, repository, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(repository)
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    records = [record_of(step) for step in range(1, 21)]
+    words = [*QUICKSTART, "--seeds=2", "--devices=8", "--from", str(run_of(records, devices=()))]
+    out = shown(capsys, *words)
+    assert "with 1 training rank and 1 server, which share 2 cores" in out
+    assert "8 devices are no more than 1 % faster than" in out
+
+
+@pytest.mark.parametrize(("cores", "most"), [(0, 1.9), (1, 1.05), (2, 1.05), (3, 1.55), (8, 1.9)])
+def test_more_servers_gain_no_more_than_there_are_cores(changed, cores: int, most: float) -> None:
+    """Generation takes nearly all of the time, so that twice the servers are twice the samples."""
+    plan = Plan(
+        changed(train_token=1e-7, train=1e-3, push=1e-3, num_servers=2, cores=cores), Split(1, 2)
+    )
+    two, four = (simulate(plan.on(Split(1, n))).samples_per_second for n in (2, 4))
+    assert most - 0.2 < four / two <= most + 0.15
 
 
 def test_the_ranks_of_the_run_are_the_default(run_of, repository, monkeypatch, capsys) -> None:

@@ -1,6 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -27,6 +28,17 @@ class Saving(process.RolloutProcess):
         await self._send(link_messages.Saved(command.version, count))
 
 process.RolloutProcess = Saving
+"""
+
+
+SPEAKING = """
+class Speaking(process.RolloutProcess):
+    async def _work(self):
+        self._announcer.say("The server is not up yet.")
+        self._announcer.announce("The server is wrong.")
+        await super()._work()
+
+process.RolloutProcess = Speaking
 """
 
 
@@ -112,3 +124,21 @@ def test_what_is_waited_for_is_shown(open_link):
     assert {(done, wanted) for _, done, wanted in shown} == {(1, 4)}
     assert lines[0].startswith("step 7: 1 of 4 completions, 50 tokens, ")
     assert lines[0].endswith(" tokens/s")
+
+
+def test_a_start_that_is_merely_slow_is_told_without_a_warning(tmp_path, monkeypatch, capsys):
+    warnings: list[str] = []
+    config = process_config(Path(), Prompts(), dump_folder=str(tmp_path))
+    link = RolloutLink(config, warnings.append)
+    run_instead(BARE + SPEAKING, tmp_path, monkeypatch)
+    link.start()
+    try:
+        link.wait_ready(120.0)
+        deadline = time.monotonic() + 60
+        while not warnings and time.monotonic() < deadline:  # it is sent after the other sentence
+            link._receive()
+            time.sleep(0.01)
+    finally:
+        link.close()
+    assert warnings == ["The server is wrong."]
+    assert capsys.readouterr().out == "The server is not up yet.\n"

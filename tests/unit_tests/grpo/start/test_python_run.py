@@ -5,13 +5,16 @@
 
 import functools
 import gc
+import itertools
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 from pathlib import Path
 
+import cloudpickle
 import numpy as np
 import pytest
 from light import LIGHT
@@ -19,10 +22,11 @@ from processes import descendants
 
 from torchtitan.grpo import Run, RunError, run
 from torchtitan.grpo.config import Reward
-from torchtitan.grpo.rewards.reward_loading import short_names
+from torchtitan.grpo.functions import user_line
+from torchtitan.grpo.rewards.reward_loading import load_function, short_names
 from torchtitan.grpo.rewards.scoring_pool import RewardPool
 from torchtitan.grpo.start import from_python
-from torchtitan.grpo.start.from_python import _read, _tables, _words
+from torchtitan.grpo.start.from_python import _in_python, _read, _tables, _words
 from torchtitan.grpo.start.function_files import FunctionFiles
 from torchtitan.grpo.system import child
 from torchtitan.grpo.types import Prompt
@@ -49,13 +53,13 @@ LOCK = threading.Lock()
     ("arguments", "message"),
     [
         ({"steps": 5}, r'by table, such as training=\{"steps": 5\}, got steps=5'),
-        ({"training": {"stepz": 5}}, r"--training.stepz. Did you mean --training.steps"),
-        ({"trainign": {"steps": 5}}, r"--trainign.steps. There is training.steps"),
-        ({"training": {"steps": "many"}}, r"--training.steps must be an integer, got 'many'"),
-        ({"training": {"steps": len}}, r"--training.steps must be an integer, got '.*py:len'"),
+        ({"training": {"stepz": 5}}, r'training=\{"stepz": ...\}. Did you mean training=\{"steps": ...\}\?'),
+        ({"trainign": {"steps": 5}}, r'argument trainign=\{"steps": ...\}. There is training.steps'),
+        ({"training": {"steps": "many"}}, r"training=.* must be an integer, got 'many'. Change it in run\(\)"),
+        ({"training": {"steps": len}}, r"training=.* must be an integer, got '.*py:len'"),
         ({"inference": {"api_key": "abc"}}, r"set the environment variable TORCHTITAN_GRPO_API_KEY"),
-        ({"ranks": 0}, r"--nproc must be a number of ranks, at least 1, got '0'"),
-        ({"reward": 3}, r"--reward.functions must be a list.*got '\[3\]'"),
+        ({"ranks": 0}, r"ranks must be a number of ranks, at least 1, got '0'"),
+        ({"reward": 3}, r"reward=.*functions.* must be a list.*got '\[3\]'"),
         ({"reward": lambda **kw: LOCK}, r"pickled.*failed for function with TypeError: cannot pickle"),
         ({"job": {"dump_folder": "~/out"}}, r"job.dump_folder must be .*only a shell replaces ~"),
         ({"config": "missing.toml"}, r"must name a file that exists, got missing.toml"),
@@ -240,3 +244,71 @@ def test_a_resumed_run_finds_the_file_of_its_function_unchanged(tmp_path):
     times = [file.stat().st_mtime_ns for file in first]
     assert written(make(1.0)) == first and [f.stat().st_mtime_ns for f in first] == times
     assert len(written(make(0.5))) == 4, "another function does not replace the file of a run"
+
+
+@pytest.mark.parametrize(
+    ("text", "advice"),
+    [
+        ("Add --lr_scheduler.total_steps 300 to lay it", 'Add lr_scheduler={"total_steps": 300} to lay it'),
+        ("Use --job.overwrite, which removes it", 'Use job={"overwrite": True}, which removes it'),
+        ("Without a GPU: --nproc 2.", "Without a GPU: ranks=2."),
+        ("--nproc must be a multiple of 2", "ranks must be a multiple of 2"),
+        ("--rollout.top_p=0.5.", 'rollout={"top_p": 0.5}.'),
+        ("Unknown argument --grpo.bta. Did you mean --grpo.beta?", 'Unknown argument grpo={"bta": ...}. Did you mean grpo={"beta": ...}?'),
+        ("training.steps must be above 0 -- got -1", "training.steps must be above 0 -- got -1"),
+    ],
+)  # fmt: skip
+def test_advice_is_in_pythons_words(text, advice):
+    assert _in_python(text) == advice
+
+
+_NUMBERS = itertools.count()
+
+
+def _fails(completions, **columns):
+    return [1 / len(c) for c in completions]
+
+
+class _Fails:
+    def __call__(self, completions, **columns):
+        return [_fails([c]) for c in completions]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [_fails, _Fails(), lambda completions, **kw: _fails(completions), functools.partial(_fails, more=1)],
+)  # fmt: skip
+def test_an_error_in_a_function_is_told_with_the_line_of_the_users_file(function, tmp_path):
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    try:
+        files = FunctionFiles(tmp_path)
+        setting = files.setting(function)
+        files.write()
+    finally:
+        cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
+    loaded = load_function(setting)
+    with pytest.raises(ZeroDivisionError) as caught:
+        loaded(completions=[""])
+    line = user_line(caught.value, loaded)
+    assert re.search(rf"\(at {__file__}:\d+, in .*: return \[1 / len\(c\)", line), line
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("import math\n\n\nX = math.nope\n", r":4, in <module>: X = math.nope\)"),
+        ("def f():\n    return {}['x']\nf()\n", r":2, in f: return \{\}\['x'\]\)"),
+        ("import json\njson.loads('{')\n", r"reward_file.*\.py.*:2|decoder\.py"),
+        ("def f(:\n", r"reward_file\d\.py, line 1\)"),
+        ("import nothing_of_this_name\n", r":1, in <module>: import nothing_of_this_name\)"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("is_module", [True, False])
+def test_an_error_while_a_file_is_loaded_is_told_with_its_line(
+    text, said, is_module, tmp_path, monkeypatch
+):
+    name = f"reward_file{next(_NUMBERS)}"
+    (tmp_path / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match=said):
+        load_function(f"{name}:f" if is_module else f"{tmp_path}/{name}.py:f")

@@ -3,6 +3,7 @@
 
 """The JSON of requests and answers, in SGLang's form, as far as this project's clients use it."""
 
+import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from aiohttp import web
 from msgspec import Meta
+from transformers import PreTrainedTokenizerBase
 
 from torchtitan.grpo.inference.client import MAX_TOP_TOKENS
 from torchtitan.grpo.inference.embedded.request import Request
@@ -117,6 +119,35 @@ def _check_prompt(prompt: Any, max_new_tokens: int, facts: ModelFacts) -> None:
         )
 
 
+class ChatBody(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of ``/v1/chat/completions``, with what a judge needs."""
+
+    messages: list[dict[str, Any]]
+    model: str = ""
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    chat_template_kwargs: dict[str, Any] = {}
+    stream: Literal[False] = False
+
+    def request(self, tokenizer: PreTrainedTokenizerBase, facts: ModelFacts) -> Request:
+        try:
+            text: Any = tokenizer.apply_chat_template(
+                self.messages,
+                tokenize=False,
+                add_generation_prompt=True,
+                **self.chat_template_kwargs,
+            )
+        except Exception as error:  # a template may raise anything
+            raise ValueError(f"The chat template cannot render messages: {error}") from error
+        ids: list[Any] = tokenizer.encode(text, add_special_tokens=False)
+        most = self.max_completion_tokens or self.max_tokens or facts.max_model_len - len(ids)
+        sampling = {"temperature": self.temperature, "top_p": self.top_p, "max_new_tokens": most}
+        params = msgspec.convert(sampling, SamplingParams)
+        return GenerateBody(ids, sampling_params=params).requests(facts)[0]
+
+
 class AbortBody(msgspec.Struct):
     """The body of ``/abort_request``: a prefix of request ids, or all requests."""
 
@@ -216,6 +247,19 @@ def format_answer(request: Request) -> dict[str, Any]:
     if request.logprob_start is not None:
         meta |= _rating_fields(request, request.logprob_start)
     return {"output_ids": output_ids, "meta_info": meta}
+
+
+def format_chat_answer(request: Request, text: str, model: str) -> dict[str, Any]:
+    message, reason = {"role": "assistant", "content": text}, request.finish_reason or {}
+    usage = {"prompt_tokens": len(request.prompt_ids), "completion_tokens": len(request.output_ids)}
+    return {
+        "id": request.request_id,
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": model,
+        "choices": [{"index": 0, "message": message, "finish_reason": reason.get("type")}],
+        "usage": usage | {"total_tokens": request.length},
+    }
 
 
 def _rating_fields(request: Request, start: int) -> dict[str, Any]:

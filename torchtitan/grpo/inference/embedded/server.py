@@ -14,11 +14,12 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import web
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from torchtitan.grpo.inference.access import AuthLevel, Keys, refusal
 from torchtitan.grpo.inference.embedded import bodies
@@ -76,6 +77,7 @@ class EmbeddedServer:
             ("GET", "/v1/models", self._models, normal),
             ("GET", "/v1/loads", self._loads, normal),
             ("POST", "/generate", self._generate, normal),
+            ("POST", "/v1/chat/completions", self._chat, normal),
             ("POST", "/abort_request", self._abort_request, control),
             ("POST", "/pause_generation", self._pause, control),
             ("POST", "/continue_generation", self._continue, control),
@@ -130,20 +132,29 @@ class EmbeddedServer:
     async def _generate(self, http: web.Request) -> web.Response:
         body = await _parsed(http, bodies.GenerateBody)
         requests = body.requests(self._facts)
-        self._require_weights()
         await self._finished(requests)
-        for request in requests:
-            reason = request.finish_reason or {}
-            if reason.get("type") == "abort" and self.engine.failure is not None:
-                raise EngineError(reason["message"])
         answers = [bodies.format_answer(request) for request in requests]
         return web.Response(
             body=msgspec.json.encode(answers if body.is_list else answers[0]),
             content_type="application/json",
         )
 
+    @cached_property
+    def _tokenizer(self) -> PreTrainedTokenizerBase:
+        return AutoTokenizer.from_pretrained(self._info["model_path"], local_files_only=True)
+
+    async def _chat(self, http: web.Request) -> web.Response:
+        body = await _parsed(http, bodies.ChatBody)
+        # The tokenizer is loaded for the first request, and a long text takes time.
+        request = await _on_thread(lambda: body.request(self._tokenizer, self._facts))
+        await self._finished([request])
+        ids = [token for token in request.output_ids if token not in request.stop_ids]
+        text = str(self._tokenizer.decode(ids, skip_special_tokens=True))
+        return web.json_response(bodies.format_chat_answer(request, text, self._info["model_path"]))
+
     async def _finished(self, requests: list[Request]) -> None:
         """Aborts the requests if the client leaves before their end."""
+        self._require_weights()
         ids = {request.request_id for request in requests}
         if taken := self._active_ids & ids:
             raise ValueError(
@@ -162,6 +173,9 @@ class EmbeddedServer:
             for request in requests:
                 if request.finish_reason is None:
                     self.engine.abort_request(request)
+        for reason in (request.finish_reason or {} for request in requests):
+            if reason.get("type") == "abort" and self.engine.failure is not None:
+                raise EngineError(reason["message"])
 
     async def _abort_request(self, http: web.Request) -> web.Response:
         body = await _parsed(http, bodies.AbortBody)

@@ -282,11 +282,6 @@ def prompt_text(columns: dict[str, Any], settings: Prompts) -> PromptText:
             f"column {column!r} (prompts.column) must be a string, or a list of messages with role and "
             f"content, {error}."
         ) from error
-    if settings.template is not None:
-        raise ValueError(
-            "prompts.template applies to string prompts only, but this prompt is a list of chat messages. "
-            "Remove prompts.template."
-        )
     tools_of(columns)
     media = media_in(columns)
     if media and not isinstance(columns[media], str | int | float):  # which may describe the row
@@ -301,6 +296,12 @@ def prompt_text(columns: dict[str, Any], settings: Prompts) -> PromptText:
             f"message of the assistant. Remove that message from column {column!r}, and keep its text in "
             "another column if the reward needs it."
         )
+    if settings.template is not None:
+        place = max((i for i, m in enumerate(messages) if m["role"] == "user"), default=0)
+        turn = messages[place]
+        if turn["role"] != "user" or not isinstance(turn["content"], str):
+            raise ValueError("prompts.template needs a text in a prompt's last turn of the user.")
+        messages[place] = turn | {"content": _filled_in(turn["content"], columns, settings)}
     system_prompt = settings.chat_settings()["system_prompt"]
     if system_prompt is None:
         return messages

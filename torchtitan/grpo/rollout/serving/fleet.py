@@ -60,11 +60,14 @@ class ServerFleet:
     _tell: Tell
 
     def __init__(
-        self, config: RolloutProcessConfig, announce: Callable[[str], None] | None = None
+        self,
+        config: RolloutProcessConfig,
+        announce: Callable[[str], None] | None = None,
+        say: Callable[[str], object] = logger.info,
     ) -> None:
         self._config = config
         self._needs = server_needs(config)
-        self._announce = announce or logger.warning
+        self._announce, self._say = announce or logger.warning, say
         self._ports: HeldPorts | None = None
         self._launched: list[LaunchedServer] = []
         self._supervisors: list[Supervisor] = []
@@ -140,7 +143,7 @@ class ServerFleet:
             self._launched,
             inference.startup_timeout_seconds,
             check=self._check,
-            tell=self._announce,
+            tell=self._say,
             kind=inference.kind,
         )
         for server in self._launched:
@@ -210,7 +213,7 @@ class ServerFleet:
                     f"a server with `serve ... --register` and {where}."
                 )
             if reminders.is_due(waited):
-                self._announce(
+                self._say(
                     f"No server has registered itself at {where} yet. The run has waited for "
                     f"{waited:.0f} s (at most {limit:g} s, inference.startup_timeout_seconds)."
                 )

@@ -6,12 +6,13 @@
 Their rows are not held in memory.
 """
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
 from torchtitan.grpo.rollout.tables.arrow import HfDatasetTable, ParquetTable
 from torchtitan.grpo.rollout.tables.jsonl import JsonlTable
-from torchtitan.grpo.rollout.tables.table import RowError, Table
+from torchtitan.grpo.rollout.tables.table import PartTable, RowError, Table
 from torchtitan.grpo.system.files import check_folder, check_regular
 
 __all__ = ["RowError", "Table", "open_table"]
@@ -48,13 +49,18 @@ def open_table(
             check_regular(file)
     except OSError as error:
         raise ValueError(f"{key}: {error}.") from error
+    # As Hugging Face writes rows of a split: train[:200], train[200:].
+    part = re.fullmatch(r"(\w*)\[(-?\d+)?:(-?\d+)?\]", split)
+    split = part[1] if part else split
     if path.endswith(".parquet") and file.is_file():
         table: Table = ParquetTable(path, rename, column, key)
     elif path.endswith((".jsonl", ".json")) or file.is_file():
         table = JsonlTable(path, rename, column, key)
     else:
         table = HfDatasetTable(path, split, rename, column, key, name)
+    table = PartTable(table, part.groups()[1:]) if part else table
     if len(table) == 0:
         table.close()
-        raise ValueError(f"{key}: {path} contains no prompts. Use a file with at least one row.")
+        where = f"{path}, {part[0]}," if part else path
+        raise ValueError(f"{key}: {where} contains no prompts. Use a file with at least one row.")
     return table

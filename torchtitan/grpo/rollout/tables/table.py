@@ -4,7 +4,7 @@
 """The interface of all tables of prompts: rows by number, with renamed columns."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 
@@ -42,6 +42,24 @@ class Table(ABC):
 
     def close(self) -> None:  # noqa: B027
         """Closes files. No row can be read afterwards."""
+
+
+class PartTable(Table):
+    """Some rows of a table. ``bounds`` are the texts of the first row and of the end, or None."""
+
+    def __init__(self, table: Table, bounds: Iterable[str | None]) -> None:
+        numbers = slice(*(int(text) if text else None for text in bounds))
+        self._table, self._numbers = table, range(len(table))[numbers]
+        self.path, self.num_bytes, self.close = table.path, table.num_bytes, table.close
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def row(self, i: int) -> dict[str, Any]:
+        return self._table.row(self._numbers[i])
+
+    def where(self, i: int) -> str:
+        return self._table.where(self._numbers[i])
 
 
 def renamed(

@@ -4,6 +4,7 @@
 """Requests to the embedded server as a process, over HTTP."""
 
 import asyncio
+import json
 import signal
 from pathlib import Path
 
@@ -22,8 +23,12 @@ from embedded_process import (
     served_logprobs,
     weights_of,
 )
+from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 
+from torchtitan.grpo.config import Judge as JudgeSettings
 from torchtitan.grpo.inference.embedded.model import load_model
+from torchtitan.grpo.rewards.judge import Judge
+from torchtitan.grpo.rewards.reward_log import RewardLog
 from torchtitan.grpo.system.child import stop_children
 from torchtitan.grpo.weight_wire.process_group import destroy_weight_group
 
@@ -139,3 +144,91 @@ async def test_sigterm_answers_those_who_wait(model_path: str, tmp_path: Path) -
 def test_a_directory_without_a_model_is_refused_by_its_path(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"--model-path must be .* {tmp_path}/config.json failed"):
         load_model(str(tmp_path), "cpu", "float32")
+
+
+CHAT = "/v1/chat/completions"
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    "{{ m.content }}={% endfor %}{% if add_generation_prompt %}{{ '?' if bold else '>' }}{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def chat_path(model_path: str) -> str:
+    """The module's model, whose tokenizer has a token for each character and a chat template."""
+    tokenizer = Tokenizer.from_file(f"{model_path}/tokenizer.json")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.save(f"{model_path}/tokenizer.json")
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TEMPLATE}
+    Path(model_path, "tokenizer_config.json").write_text(json.dumps(config))
+    return model_path
+
+
+def ids_of(text: str) -> list[int]:
+    return [ord(character) - ord("0") for character in text]
+
+
+@pytest.mark.parametrize(
+    ("contents", "more", "text"),
+    [
+        (["12"], {}, "12=>"),
+        (["12", "3", "4"], {"model": "any", "stream": False}, "12=3=4=>"),
+        (["A"], {"chat_template_kwargs": {"bold": True}, "top_p": 0.9}, "A=?"),
+    ],
+)
+async def test_chat_is_answered_in_the_chat_template(
+    client: Client, chat_path: str, contents, more, text
+) -> None:
+    roles = ("user", "assistant", "user")
+    messages = [{"role": r, "content": c} for r, c in zip(roles, contents, strict=False)]
+    greedy = {"temperature": 0.0, "max_new_tokens": 6, "ignore_eos": False}
+    expected = await client.generate(ids_of(text), sampling=greedy)
+    for name in ("max_tokens", "max_completion_tokens"):
+        body = {"messages": messages, "temperature": 0.0, name: 6, **more}
+        answer = await client.post(CHAT, **body)
+        (choice,) = answer["choices"]
+        ids = ids_of(choice["message"]["content"])
+        assert ids == [token for token in expected["output_ids"] if token != EOS]
+        assert choice["finish_reason"] == expected["meta_info"]["finish_reason"]["type"]
+        assert answer["usage"]["prompt_tokens"] == len(text)
+        assert (answer["object"], answer["model"]) == ("chat.completion", chat_path)
+
+
+USER = [{"role": "user", "content": "1"}]
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"messages": USER, "stream": True}, "stream"), ({"messages": USER, "n": 2}, "unknown field `n`"),
+        ({"messages": USER, "tools": []}, "unknown field `tools`"), ({}, "messages"),
+        ({"messages": [{"role": "system", "content": "1"}]}, "cannot render messages: no system"),
+        ({"messages": USER, "max_tokens": 5000}, "must be at most 4096 tokens"),
+        ({"messages": USER, "temperature": -1}, "temperature"), ({"messages": "hello"}, "messages"),
+    ],
+)  # fmt: skip
+async def test_chat_that_cannot_be_answered_is_refused_by_its_field(
+    client: Client, chat_path: str, body, said
+) -> None:
+    assert said in await client.refused(CHAT, **body)
+
+
+async def test_the_server_can_judge(client: Client, chat_path: str) -> None:
+    options = {"temperature": 0.0, "max_tokens": 8}
+    settings = JudgeSettings(
+        url=f"{client.url}/v1",
+        model="m",
+        template="{completion}",
+        retries=0,
+        score="(.)",
+        options=options,
+    )
+    log = RewardLog(2)
+    judge = Judge(settings, TIMEOUT)
+    await judge(["?", "?"], ["1", "2"], log.log_metric, log.log_extra)
+    await judge._http.close()
+    sampling = {"temperature": 0.0, "max_new_tokens": 8, "ignore_eos": False}
+    for number, text in zip("12", log.extra["judge"], strict=True):
+        expected = await client.generate(ids_of(f"{number}=>"), sampling=sampling)
+        assert ids_of(text) == [token for token in expected["output_ids"] if token != EOS]

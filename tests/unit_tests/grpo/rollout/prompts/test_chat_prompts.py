@@ -118,3 +118,18 @@ def test_an_empty_system_message_of_a_row_is_no_turn(opened, role, content):
         assert rendered == SYSTEM + TURN
     with pytest.raises(ValueError, match=r"rows\.jsonl:1: .*the last message .* has no text"):
         opened(rows[:1])
+
+
+@pytest.mark.parametrize(
+    ("before", "settings"),
+    [([], {}), (WORDY[:1], {}), ([*USER, ANSWER], {}), ([], {"system_prompt": "Be brief."}), ([], QUIET)],
+)  # fmt: skip
+def test_a_template_shapes_the_last_turn_of_the_user(opened, before, settings):
+    for prompt, text in opened([*before, *USER], template="{prompt} Box it.", **settings):
+        assert text.count("6*7? Box it.<|im_end|>") == text.count("Box it.") == 1
+        assert prompt.text[-1] == {"role": "user", "content": "6*7? Box it."}
+
+
+def test_a_template_needs_a_text_of_the_user(opened):
+    with pytest.raises(ValueError, match="needs a message of the user whose content is a text"):
+        opened([{"role": "user", "content": [{"type": "text", "text": "?"}]}], template="{prompt}!")

@@ -19,6 +19,7 @@ from stub_clients import serving
 
 from torchtitan.grpo.config import ClusterRow, Inference, Prompts, Rollout
 from torchtitan.grpo.inference.registry import Registration, RegistryFolder
+from torchtitan.grpo.rollout.serving import fleet
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher
 from torchtitan.grpo.rollout.serving.fleet import ServerFleet
 
@@ -232,3 +233,15 @@ async def test_servers_that_never_change_are_watched_until_somebody_cancels_it()
             async with asyncio.timeout(0.1):
                 await fleet.watch(Dispatcher(fleet.clients, Rollout(), vocab_size=128), AsyncMock())
         await fleet.close()
+
+
+async def test_a_server_that_is_still_starting_is_no_reason_for_a_warning(monkeypatch):
+    async def slow(*arguments, tell, **settings) -> None:
+        tell("It is not up yet.")
+
+    monkeypatch.setattr(fleet, "wait_until_up", slow)
+    warned, said = [], []
+    made = ServerFleet(fleet_of("http://127.0.0.1:1")._config, warned.append, said.append)
+    await made.start()
+    await made.close()
+    assert (warned, said) == ([], ["It is not up yet."])

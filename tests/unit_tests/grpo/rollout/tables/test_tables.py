@@ -204,3 +204,31 @@ def test_a_path_that_leads_nowhere_is_refused(tmp_path: Path, rename, message):
     path = write_lines(tmp_path / "rows.jsonl", [json.dumps(ROW)])
     with pytest.raises(ValueError, match=message):
         open_table(path, "train", rename, "prompt", "prompts.path")
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "folder"])
+@pytest.mark.parametrize(
+    ("split", "first", "end"),
+    [("train", 0, 23), ("train[:5]", 0, 5), ("train[5:]", 5, 23), ("[-3:]", 20, 23), ("train[4:9]", 4, 9), ("[:99]", 0, 23)],
+)  # fmt: skip
+def test_rows_in_brackets_are_a_part_of_any_table(tmp_path: Path, kind, split, first, end):
+    path = tmp_path / f"p.{kind}"
+    if kind == "folder":
+        path.mkdir()
+        pq.write_table(pa.Table.from_pylist(ROWS), path / "train-00000-of-00001.parquet")
+        split = split if split.startswith("train") else f"train{split}"
+    elif kind == "parquet":
+        pq.write_table(pa.Table.from_pylist(ROWS), path, row_group_size=4)
+    else:
+        write_lines(path, [json.dumps(row) for row in ROWS])
+    table = open_table(str(path), split, {}, "prompt", "prompts.path")
+    expected = ROWS[first:end]
+    assert [table.row(i) for i in range(len(table))] == expected
+    assert [*table.rows(1, len(table))] == expected[1:]
+    assert table.where(0).endswith(f":{first + 1}" if kind == "jsonl" else f"row {first}")
+
+
+def test_a_part_without_rows_is_refused(tmp_path: Path):
+    path = write_lines(tmp_path / "p.jsonl", ['{"prompt": "a"}'])
+    with pytest.raises(ValueError, match=r"contains no prompts in the part train\[5:\]"):
+        open_table(path, "train[5:]", {}, "prompt", "prompts.path")
