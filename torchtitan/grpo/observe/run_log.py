@@ -127,8 +127,11 @@ def read_records(
         record = None
         with suppress(ValueError, RecursionError):
             record = json.loads(line) if line.endswith(b"}\n") else None
-        is_whole = isinstance(record, dict) and type(record.get("step")) is int
-        if is_whole and all(isinstance(value, kinds) for value in record.values()):
+        if (
+            isinstance(record, dict)
+            and type(record.get("step")) is int
+            and all(isinstance(value, kinds) for value in record.values())
+        ):
             yield line, record
         else:
             logger.warning(f"{path}:{number} is damaged or incomplete, and is left out.")
