@@ -158,8 +158,8 @@ def _lines(facts: _Given) -> Iterator[str]:
         error = f"and the {100 * made.system.off:.1f} % between the run and its own simulation"
         cores = f", which share {counted(measured.cores, 'core')}" if measured.cores else ""
         yield f"What {facts.options.run} had, with {_describe(split)}{cores}"
-        yield f"  samples a second  {had:.4g} (simulated: {simulated:.4g})"
-        yield f"  training devices  {100 * measured.waited:.0f} % waiting for rollouts\n"
+        yield f"  {had:.4g} samples a second, and {simulated:.4g} when it is simulated"
+        yield f"  {100 * measured.waited:.0f} % of the time waiting for rollouts\n"
     yield from _describe_costs(facts, made.system)
     before = spread(made.system, seeds)
     yield f"\nThe run, with {_describe(made.split)} (+- is the spread over {seeds} seeds, {error})"

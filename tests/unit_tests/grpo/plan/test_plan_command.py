@@ -286,7 +286,7 @@ def test_a_measured_run_gives_its_costs(run_of, repository, monkeypatch, capsys)
 
 def own_figures(out: str) -> tuple[float, float]:
     """The rate that the run had, and that of its simulation."""
-    figures = r"^  samples a second  (\S+) \(simulated: (\S+)\)$"
+    figures = r"^  (\S+) samples a second, and (\S+) when it is simulated$"
     (found,) = re.findall(figures, out, re.MULTILINE)
     return float(found[0]), float(found[1])
 
@@ -307,7 +307,7 @@ def test_what_the_run_had_is_told_first_and_is_the_least_error(
     words = ["--seeds=2", "--from", str(run_of(records))]
     out = shown(capsys, *QUICKSTART, *words)
     assert out.startswith("What ") and "with 1 training rank and 1 server\n" in out[:300]
-    assert f"{100 * (0.1 + stalls) / seconds:.0f} % waiting for rollouts" in out[:400]
+    assert f"{100 * (0.1 + stalls) / seconds:.0f} % of the time waiting for rollouts" in out[:400]
     had, simulated = own_figures(out)
     assert had == pytest.approx(128 / seconds, rel=0.01)
     off = 100 * abs(had / simulated - 1)
