@@ -152,10 +152,11 @@ class Runs:
                 "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "",
             }  # fmt: skip
             _output(command, environment)
-            # One process has trained as fast as the case's ranks do.
+            # One process has trained as fast as the case's ranks do, and sleeping needs no core.
+            as_told = {"num_ranks": case.num_ranks, "devices": ["timed"]}
             for file in run.glob("starts/*/environment.json"):
                 known = json.loads(file.read_text())
-                file.write_text(json.dumps(known | {"num_ranks": case.num_ranks}, allow_nan=False))
+                file.write_text(json.dumps(known | as_told, allow_nan=False))
         records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         seconds = statistics.fmean(r["time/step_seconds"] for r in records[WARM_UP_STEPS:])
         return run, case.prompts * GROUP_SIZE / seconds

@@ -31,7 +31,8 @@ class Session:
             is_asked=False, save=lambda version: None, progress=lambda: (1, 4, 9),
         )
         # The process reads its vital signs about once a second, which a slow host reaches.
-        self.dispatcher = SimpleNamespace(watch_loads=for_ever, servers={}, num_tokens=0)
+        attempts = SimpleNamespace(num_tokens=0)
+        self.dispatcher = SimpleNamespace(watch_loads=for_ever, servers={}, attempts=attempts)
         self.fleet = SimpleNamespace(servers=[], watch=for_ever)
         self.inputs = SimpleNamespace(warnings=[])
 

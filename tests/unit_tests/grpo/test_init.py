@@ -222,11 +222,10 @@ def test_held_out_rows_are_not_trained_on(folder, tmp_path, monkeypatch, capsys)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert cli.run(["init", folder, write(tmp_path / "rows.jsonl", SPLIT)]) == 0
-    assert (
-        "held out the first 8 rows of the data, which are not trained on" in capsys.readouterr().out
-    )
+    said = capsys.readouterr().out
+    assert f"held out 8 rows of {tmp_path}/rows.jsonl, not trained on" in said
     values = tomllib.loads(Path("grpo.toml").read_text())
-    assert (values["prompts"]["split"], values["evaluation"]["split"]) == ("[8:]", "[:8]")
+    assert (values["prompts"]["split"], values["evaluation"]["split"]) == ("train[8:]", "train[:8]")
     assert values["evaluation"]["num_prompts"] == 8
 
 

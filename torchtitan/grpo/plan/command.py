@@ -153,13 +153,13 @@ def _lines(facts: _Given) -> Iterator[str]:
     if measured := facts.measured:
         split = split_of(measured.config, measured.num_ranks, measured.num_servers)
         own = spread(_make_plan(replace(facts, config=measured.config, split=split)).system, seeds)
-        off = own.mean("samples_per_second") / measured.samples_per_second - 1
-        made = replace(made, system=replace(made.system, off=abs(off)))
-        error = f"and the {100 * abs(off):.0f} % by which the run itself is missed"
+        had, simulated = measured.samples_per_second, own.mean("samples_per_second")
+        made = replace(made, system=replace(made.system, off=abs(had / simulated - 1)))
+        error = f"and the {100 * made.system.off:.1f} % between the run and its own simulation"
         cores = f", which share {counted(measured.cores, 'core')}" if measured.cores else ""
         yield f"What {facts.options.run} had, with {_describe(split)}{cores}"
-        yield f"  samples a second  {measured.samples_per_second:.4g}, and simulated {100 * off:+.0f} %"
-        yield f"  training devices  {100 * measured.waited:.0f} % waiting for rollouts"
+        yield f"  {had:.4g} samples a second, and {simulated:.4g} when it is simulated"
+        yield f"  {100 * measured.waited:.0f} % of the time waiting for rollouts\n"
     yield from _describe_costs(facts, made.system)
     before = spread(made.system, seeds)
     yield f"\nThe run, with {_describe(made.split)} (+- is the spread over {seeds} seeds, {error})"

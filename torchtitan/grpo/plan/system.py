@@ -101,8 +101,8 @@ class System:
     ``dropped`` is the part of the finished groups that is not trained on, and ``max_late``
     ``inference.lend_max_late``. ``shared_row`` is the number of tokens of a row in which completions
     share their prompt; 0 if they do not. Without GPUs, ``num_ranks`` ranks and all servers share
-    ``cores``, each with as much work as before. ``off`` is how far the simulation of the run that was
-    measured is from it, as a part of its rate, and so the least error of what is predicted.
+    ``cores``, each with as much work as before. ``off`` is how far the run that was measured is from
+    its own simulation, as a part of the simulated rate: the least error of what is predicted from it.
     """
 
     grpo: GRPO

@@ -298,7 +298,7 @@ def _in_python(text: str) -> str:
     text = text.replace("--job.config_file", "config").replace("on the command line", "in run()")
     text = re.sub("--(?:nproc|gpus)[ =](?=[0-9])", "ranks=", text).replace("--nproc", "ranks")
     text = text.replace("--job.overwrite", 'job={"overwrite": True}')
-    option = r"--(\w+)\.([\w-]+(?:\.[\w-]+)*)(?:[ =](-?\d[\w.+-]*))?"
+    option = r"--(\w+)\.([\w-]+(?:\.[\w-]+)*)(?:[ =](-?\d[\w.+-]*\b))?"
     return re.sub(option, lambda m: f'{m[1]}={{"{m[2]}": {m[3] or "..."}}}', text)
 
 

@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ import pytest
 from light import LIGHT
 
 from torchtitan.grpo import cli
+from torchtitan.grpo.config import Rollout
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.plan.changes import Change, moved, recommended
 from torchtitan.grpo.plan.hardware import DEVICES, ROOM_SECONDS, cache_places, computed_costs
@@ -283,8 +285,9 @@ def test_a_measured_run_gives_its_costs(run_of, repository, monkeypatch, capsys)
 
 
 def own_figures(out: str) -> tuple[float, float]:
-    """The rate that the run had, and how far its simulation is from that, in percent."""
-    (found,) = re.findall(r"^  samples a second  (\S+), and simulated (\S+) %$", out, re.MULTILINE)
+    """The rate that the run had, and that of its simulation."""
+    figures = r"^  (\S+) samples a second, and (\S+) when it is simulated$"
+    (found,) = re.findall(figures, out, re.MULTILINE)
     return float(found[0]), float(found[1])
 
 
@@ -304,19 +307,21 @@ def test_what_the_run_had_is_told_first_and_is_the_least_error(
     words = ["--seeds=2", "--from", str(run_of(records))]
     out = shown(capsys, *QUICKSTART, *words)
     assert out.startswith("What ") and "with 1 training rank and 1 server\n" in out[:300]
-    assert f"{100 * (0.1 + stalls) / seconds:.0f} % waiting for rollouts" in out[:400]
-    rate, off = own_figures(out)
-    assert rate == pytest.approx(128 / seconds, rel=0.01)
-    assert f"the {abs(off):.0f} % by which the run itself is missed" in out
-    simulated = re.findall(r"^  samples a second  (\S+) \+- (\S+)$", out, re.MULTILINE)
-    ((mean, error),) = [(float(a), float(b)) for a, b in simulated]
-    assert mean == pytest.approx(rate * (1 + off / 100), rel=0.02)
-    assert error >= (abs(off) - 1) / 100 * mean
+    assert f"{100 * (0.1 + stalls) / seconds:.0f} % of the time waiting for rollouts" in out[:400]
+    had, simulated = own_figures(out)
+    assert had == pytest.approx(128 / seconds, rel=0.01)
+    off = 100 * abs(had / simulated - 1)
+    (told,) = set(re.findall(r"the (\S+) % between the run and its own simulation", out))
+    assert float(told) == pytest.approx(off, abs=0.3)
+    figures = re.findall(r"^  samples a second  (\S+) \+- (\S+)$", out, re.MULTILINE)
+    ((mean, error),) = [(float(a), float(b)) for a, b in figures]
+    assert mean == simulated
+    assert error >= 0.9 * abs(had - mean), "what the run had is within the bounds"
     errors = [float(text) for text in re.findall(r"^ +\S+ % \+- (\S+)  ", out, re.MULTILINE)]
-    assert len(errors) >= 3 and min(errors) >= abs(off) - 1
-    assert abs(off) > 20 or not stalls
+    assert len(errors) >= 3 and min(errors) >= 0.9 * off
+    assert off > 20 or not stalls
     other = own_figures(shown(capsys, *QUICKSTART, *words, "--grpo.prompts_per_step=64"))
-    assert other == (rate, off), "it is not that of other settings"
+    assert other == (had, simulated), "it is not that of other settings"
 
 
 def test_a_change_within_the_error_is_not_recommended(
@@ -343,14 +348,16 @@ def test_processes_without_gpus_share_the_cores(run_of, repository, monkeypatch,
     assert "8 devices are no more than 1 % faster than" in out
 
 
-@pytest.mark.parametrize(("cores", "most"), [(0, 1.9), (1, 1.05), (2, 1.05), (3, 1.55), (8, 1.9)])
-def test_more_servers_gain_no_more_than_there_are_cores(changed, cores: int, most: float) -> None:
+@pytest.mark.parametrize(
+    ("cores", "least", "most"),
+    [(0, 1.5, 2.1), (1, 0.0, 1.05), (2, 0.0, 1.05), (3, 0.9, 1.5), (8, 1.5, 2.1)],
+)
+def test_more_servers_gain_no_more_than_there_are_cores(changed, cores, least, most) -> None:
     """Generation takes nearly all of the time, so that twice the servers are twice the samples."""
-    plan = Plan(
-        changed(train_token=1e-7, train=1e-3, push=1e-3, num_servers=2, cores=cores), Split(1, 2)
-    )
+    system = changed(train_token=1e-7, num_servers=2, cores=cores, prompts_per_step=64)
+    plan = Plan(replace(system, rollout=Rollout(4, 512, 400)), Split(1, 2))
     two, four = (simulate(plan.on(Split(1, n))).samples_per_second for n in (2, 4))
-    assert most - 0.2 < four / two <= most + 0.15
+    assert least <= four / two <= most
 
 
 def test_the_ranks_of_the_run_are_the_default(run_of, repository, monkeypatch, capsys) -> None:

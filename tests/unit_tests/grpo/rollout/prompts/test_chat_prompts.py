@@ -131,5 +131,5 @@ def test_a_template_shapes_the_last_turn_of_the_user(opened, before, settings):
 
 
 def test_a_template_needs_a_text_of_the_user(opened):
-    with pytest.raises(ValueError, match="needs a message of the user whose content is a text"):
+    with pytest.raises(ValueError, match="needs a text in a prompt's last turn"):
         opened([{"role": "user", "content": [{"type": "text", "text": "?"}]}], template="{prompt}!")

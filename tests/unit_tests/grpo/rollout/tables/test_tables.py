@@ -230,5 +230,5 @@ def test_rows_in_brackets_are_a_part_of_any_table(tmp_path: Path, kind, split, f
 
 def test_a_part_without_rows_is_refused(tmp_path: Path):
     path = write_lines(tmp_path / "p.jsonl", ['{"prompt": "a"}'])
-    with pytest.raises(ValueError, match=r"contains no prompts in the part train\[5:\]"):
+    with pytest.raises(ValueError, match=r"train\[5:\], contains no prompts"):
         open_table(path, "train[5:]", {}, "prompt", "prompts.path")
