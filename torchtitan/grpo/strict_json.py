@@ -5,10 +5,36 @@
 
 import json
 import math
+from collections.abc import Iterable
 from typing import Any
 
 COUNT_KEY = "nonfinite_values"
 """Key of an object that says how many of its numbers were not finite; it is absent if all were."""
+MOST_NESTED = 100
+"""How deep JSON from outside may be: what copies or renders it takes stack for each level."""
+
+
+def loads(text: str) -> Any:
+    """Reads JSON from outside. Raises ValueError, also for NaN and deeper than :data:`MOST_NESTED`."""
+    value, end = load_at(text, len(text) - len(text.lstrip()))
+    if text[end:].strip():
+        raise ValueError(f"there is more behind the JSON, at character {end}")
+    return value
+
+
+def load_at(text: str, place: int) -> tuple[Any, int]:
+    """Reads the JSON that begins at a place, as :func:`loads` does; also returns its end."""
+    try:
+        value, end = _DECODER.raw_decode(text, place)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    if text.count("[", place, end) + text.count("{", place, end) > MOST_NESTED:
+        level = [value]
+        for _ in range(MOST_NESTED):
+            level = [one for box in level for one in _items(box) if isinstance(one, dict | list)]
+        if level:
+            raise ValueError(f"it is nested deeper than {MOST_NESTED} levels")
+    return value, end
 
 
 def dumps(value: Any, **options: Any) -> str:
@@ -35,3 +61,16 @@ def _strict(value: Any, found: list[float]) -> Any:
         found.append(value)
         return None
     return value
+
+
+def _items(box: Any) -> Iterable[Any]:
+    return box.values() if isinstance(box, dict) else box if isinstance(box, list) else ()
+
+
+def _finite_float(text: str) -> float:
+    if not math.isfinite(value := float(text)):
+        raise ValueError(f"{text:.50} is no number of JSON that can be held")
+    return value
+
+
+_DECODER = json.JSONDecoder(parse_float=_finite_float, parse_constant=_finite_float)

@@ -5,7 +5,8 @@
 
 import functools
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,13 @@ from torchtitan.grpo.weight_wire.model_folder import about_pointer
 
 # Placeholder for the assistant's turn when a reply is rendered. Templates keep letters as is.
 _TURN = "THETURNOFTHEASSISTANT"
+# How tokenizers spell single bytes: those with byte fallback as a number, byte-level ones as a letter.
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+_VISIBLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_OTHERS = [byte for byte in range(256) if byte not in _VISIBLE]
+_BYTES_OF = {chr(byte): byte for byte in _VISIBLE} | {
+    chr(256 + number): byte for number, byte in enumerate(_OTHERS)
+}
 
 
 class TextCodec:
@@ -210,12 +218,30 @@ class TextCodec:
     def template(self) -> ChatTemplate:
         return ChatTemplate(self._path, self._chat_kwargs, self._date)
 
-    def decode(self, completion_ids: Sequence[int]) -> str:
-        """Returns the text of a completion, without special tokens and end of sequence."""
+    def decode(self, completion_ids: Sequence[int], kept: Collection[str] = ()) -> str:
+        """Returns the text of a completion, without end of sequence and special tokens but ``kept``."""
         ids = list(completion_ids)
         if ids and ids[-1] in self._eos:
             ids.pop()
-        return self._tokenizer.decode(ids, skip_special_tokens=True)
+        left_out = {token for token, text in self._special.items() if text not in kept}
+        return self._tokenizer.decode(
+            [token for token in ids if token not in left_out], skip_special_tokens=False
+        )
+
+    @functools.cached_property
+    def _special(self) -> dict[int, str]:
+        added = self._tokenizer.get_added_tokens_decoder()
+        return {token: one.content for token, one in added.items() if one.special}
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of one token, which may be a part of a character."""
+        text, spelled = self.decode_exactly([token_id]), self.token_text(token_id) or ""
+        if "\ufffd" not in text:
+            return text.encode()
+        if found := _BYTE.fullmatch(spelled):
+            return bytes.fromhex(found[1])
+        values = [_BYTES_OF.get(letter) for letter in spelled]
+        return bytes(v for v in values if v is not None) if None not in values else text.encode()
 
     def decode_exactly(self, token_ids: Sequence[int]) -> str:
         """Returns the text of tokens with all special tokens, as the model reads them."""

@@ -14,10 +14,11 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from torchtitan.grpo import strict_json
 from torchtitan.grpo.inference.client import ServerError
 from torchtitan.grpo.rollout.agents import chat_route, responses_route, text_route
 from torchtitan.grpo.rollout.agents.episode import AgentEpisode, parsed_reward
-from torchtitan.grpo.rollout.agents.exchange import Answer, Asked, BadRequest
+from torchtitan.grpo.rollout.agents.exchange import INSTEAD, Answer, Asked, BadRequest
 from torchtitan.grpo.rollout.agents.programs import MODEL
 from torchtitan.grpo.system.connections import answering, raise_descriptor_limit
 from torchtitan.grpo.system.http_site import listen, read_body
@@ -31,6 +32,7 @@ _BACKLOG = 1024
 _WRITE_SECONDS = 60.0
 _SHUTDOWN_SECONDS = 0.3
 _KEEPALIVE_SECONDS = 75.0
+_MOST_TOLD = 32  # kinds of requests that are not answered as they ask
 
 _Handler = Callable[[web.Request, AgentEpisode], Awaitable[web.StreamResponse]]
 
@@ -42,6 +44,7 @@ class AgentEndpoint:
         self._host, self._seq_len = host, seq_len
         self._episodes: dict[str, AgentEpisode] = {}
         self._listener: asyncio.Server | None = None
+        self._told: set[str] = set()
         app = web.Application()
         routes: list[tuple[str, str, _Handler]] = [
             ("POST", "/v1/chat/completions", functools.partial(self._complete, chat_route)),
@@ -51,6 +54,7 @@ class AgentEndpoint:
             ("POST", "/v1/episodes/{name}/reward", self._reward),
             ("GET", "/v1/models", self._models),
             ("GET", "/v1/models/{model:.*}", self._model),
+            ("*", "/{path:.*}", self._unknown),
         ]
         for method, path, handler in routes:
             app.router.add_route(method, path, self._guarded(handler))
@@ -125,7 +129,9 @@ class AgentEndpoint:
     async def _complete(
         self, route: ModuleType, http: web.Request, episode: AgentEpisode
     ) -> web.StreamResponse:
-        asked: Asked = route.read(await _body(http))
+        body = await _body(http)
+        asked: Asked = route.read(body)
+        self._tell(body, episode.ignored(asked))
         answer = await episode.answer(asked)
         if asked.stream:
             return await _stream(http, route.stream(answer, asked), is_named=False)
@@ -144,6 +150,7 @@ class AgentEndpoint:
                 param="previous_response_id",
             )
         asked = responses_route.read(body, earlier)
+        self._tell(body, episode.ignored(asked))
         answer = await episode.answer(asked)
         _keep_conversation(episode, asked, answer, has_system=bool(body.get("instructions")))
         if asked.stream:
@@ -160,6 +167,27 @@ class AgentEndpoint:
         else:
             episode.reward_rows(str(body["response_id"]), reward)
         return web.json_response({"id": episode.name, "reward": reward})
+
+    async def _unknown(self, http: web.Request, episode: AgentEpisode) -> web.StreamResponse:
+        message = (
+            f"This endpoint has no {http.method} {http.path!r:.100}: it serves what the policy writes. "
+            "Give the clients of other models, such as those of embeddings, a base_url of their own."
+        )
+        self._tell_once(http.path, f"A request of an agent was answered with 404. {message}")
+        return _error(404, message, code="not_found")
+
+    def _tell(self, body: dict[str, Any], ignored: Iterable[str]) -> None:
+        asked_for = {name: name for name in ignored}
+        if body.get("model") not in (None, MODEL):
+            asked_for["model"] = f"model = {body['model']!r:.100}"
+        for name, text in asked_for.items():
+            instead = INSTEAD.get(name, "[rollout] says how the policy is sampled")
+            self._tell_once(name, f"A request of an agent asks for {text}, but {instead}.")
+
+    def _tell_once(self, what: str, text: str) -> None:
+        if what not in self._told and len(self._told) < _MOST_TOLD:
+            self._told.add(what)
+            logger.warning("%s (Told once.)", text)
 
     async def _models(self, http: web.Request, episode: AgentEpisode) -> web.StreamResponse:
         return web.json_response({"object": "list", "data": [self._card()]})
@@ -184,8 +212,8 @@ def _keep_conversation(
 
 async def _body(http: web.Request) -> dict[str, Any]:
     try:
-        body = json.loads(await read_body(http, MAX_BODY_BYTES))
-    except (ValueError, RecursionError) as error:
+        body = strict_json.loads((await read_body(http, MAX_BODY_BYTES)).decode("utf-8-sig"))
+    except ValueError as error:
         raise BadRequest(f"The body must be JSON: {error}.") from error
     if not isinstance(body, dict):
         raise BadRequest(f"The body must be a JSON object, got a {type(body).__name__}.")

@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchtitan.grpo.rollout.agents.tool_calls import ToolCall, read_json
+from torchtitan.grpo import strict_json
+from torchtitan.grpo.rollout.agents.tool_calls import ToolCall
 from torchtitan.grpo.rollout.agents.transcript import Message
 
 _MOST_CHOICES = 64
@@ -23,8 +24,18 @@ _IS_VALID: dict[str, Callable[[Any], bool]] = {
 _DEFAULTS: dict[str, Any] = {
     "min_p": 0, "frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1,
     "logit_bias": {}, "response_format": {"type": "text"}, "min_tokens": 0,
+    "parallel_tool_calls": True, "structured_outputs": {},
 }  # fmt: skip
 """Parameters that are not supported, with the value that means nothing."""
+INSTEAD = {
+    "model": "the policy answers, whatever model is named",
+    "tool_choice": "no call is forced. Ask for it in a message, and let the program check the answer",
+    "parallel_tool_calls": "an answer may have several calls",
+} | dict.fromkeys(
+    ("response_format", "text.format", "structured_outputs"),
+    "no form is forced. Ask for it in a message, and let the program check the answer",
+)  # fmt: skip
+"""What happens where a request asks for something that it does not get."""
 
 
 class BadRequest(ValueError):
@@ -72,6 +83,7 @@ class Choice:
 
     token_ids: list[int]
     token_texts: list[str]
+    token_bytes: list[bytes]
     logprobs: list[float]
     finish_reason: str
     text: str
@@ -88,8 +100,8 @@ class Choice:
         if self.calls:
             message["content"] = self.text or None
             message["tool_calls"] = [
-                {"id": call_id, "type": "function", "function": call._asdict()}
-                for call_id, call in zip(self.call_ids, self.calls, strict=True)
+                {"id": one, "type": "function", "function": {"name": name, "arguments": arguments}}
+                for one, (name, arguments, _) in zip(self.call_ids, self.calls, strict=True)
             ]
         return message
 
@@ -143,7 +155,12 @@ def sampling_of(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def ignored_in(body: Mapping[str, Any]) -> tuple[str, ...]:
-    return tuple(name for name, off in _DEFAULTS.items() if body.get(name, off) not in (off, None))
+    found = [name for name, off in _DEFAULTS.items() if body.get(name, off) not in (off, None)]
+    if body.get("tool_choice", "auto") not in ("auto", "none", None):
+        found.append("tool_choice")
+    text = body.get("text")  # of the route of responses
+    form = text.get("format") if isinstance(text, dict) else None
+    return (*found, *(["text.format"] if form not in ({"type": "text"}, None) else []))
 
 
 def stop_strings(body: Mapping[str, Any]) -> tuple[str, ...]:
@@ -224,8 +241,8 @@ def make_call(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
     """Makes a call as chat templates take it, with its arguments as an object."""
     if isinstance(arguments, str):
         with contextlib.suppress(ValueError):  # shown as it is
-            arguments = read_json(arguments)
-    function = {"name": name, "arguments": {} if arguments is None else arguments}
+            arguments = strict_json.loads(arguments)
+    function = {"name": name, "arguments": {} if arguments in (None, "") else arguments}
     return {"id": call_id, "type": "function", "function": function}
 
 
