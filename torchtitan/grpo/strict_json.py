@@ -5,19 +5,18 @@
 
 import json
 import math
-from collections.abc import Iterable
 from typing import Any
 
 COUNT_KEY = "nonfinite_values"
 """Key of an object that says how many of its numbers were not finite; it is absent if all were."""
-MOST_NESTED = 100
-"""How deep JSON from outside may be: what copies or renders it takes stack for each level."""
+_MOST_NESTED = 100  # What copies or renders JSON takes stack for each level.
 
 
 def loads(text: str) -> Any:
-    """Reads JSON from outside. Raises ValueError, also for NaN and deeper than :data:`MOST_NESTED`."""
-    value, end = load_at(text, len(text) - len(text.lstrip()))
-    if text[end:].strip():
+    """Reads JSON from outside. Raises ValueError, also for NaN and more than 100 levels."""
+    text = text.strip()
+    value, end = load_at(text, 0)
+    if end < len(text):
         raise ValueError(f"there is more behind the JSON, at character {end}")
     return value
 
@@ -28,12 +27,14 @@ def load_at(text: str, place: int) -> tuple[Any, int]:
         value, end = _DECODER.raw_decode(text, place)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
-    if text.count("[", place, end) + text.count("{", place, end) > MOST_NESTED:
-        level = [value]
-        for _ in range(MOST_NESTED):
-            level = [one for box in level for one in _items(box) if isinstance(one, dict | list)]
+    level = [value]
+    # Most texts have fewer brackets, and are not looked through.
+    if text.count("[", place, end) + text.count("{", place, end) > _MOST_NESTED:
+        for _ in range(_MOST_NESTED):
+            inner = [box.values() if isinstance(box, dict) else box for box in level]
+            level = [one for box in inner for one in box if isinstance(one, dict | list)]
         if level:
-            raise ValueError(f"it is nested deeper than {MOST_NESTED} levels")
+            raise ValueError(f"it is nested deeper than {_MOST_NESTED} levels")
     return value, end
 
 
@@ -61,10 +62,6 @@ def _strict(value: Any, found: list[float]) -> Any:
         found.append(value)
         return None
     return value
-
-
-def _items(box: Any) -> Iterable[Any]:
-    return box.values() if isinstance(box, dict) else box if isinstance(box, list) else ()
 
 
 def _finite_float(text: str) -> float:

@@ -21,9 +21,9 @@ _TURN = "THETURNOFTHEASSISTANT"
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 _VISIBLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 _OTHERS = [byte for byte in range(256) if byte not in _VISIBLE]
-_BYTES_OF = {chr(byte): byte for byte in _VISIBLE} | {
-    chr(256 + number): byte for number, byte in enumerate(_OTHERS)
-}
+_BYTE_OF = {chr(byte): byte for byte in _VISIBLE} | dict(
+    zip(map(chr, range(256, 324)), _OTHERS, strict=True)
+)
 
 
 class TextCodec:
@@ -240,8 +240,9 @@ class TextCodec:
             return text.encode()
         if found := _BYTE.fullmatch(spelled):
             return bytes.fromhex(found[1])
-        values = [_BYTES_OF.get(letter) for letter in spelled]
-        return bytes(v for v in values if v is not None) if None not in values else text.encode()
+        if _BYTE_OF.keys() >= set(spelled):
+            return bytes(_BYTE_OF[letter] for letter in spelled)
+        return text.encode()
 
     def decode_exactly(self, token_ids: Sequence[int]) -> str:
         """Returns the text of tokens with all special tokens, as the model reads them."""

@@ -18,7 +18,7 @@ from torchtitan.grpo import strict_json
 from torchtitan.grpo.inference.client import ServerError
 from torchtitan.grpo.rollout.agents import chat_route, responses_route, text_route
 from torchtitan.grpo.rollout.agents.episode import AgentEpisode, parsed_reward
-from torchtitan.grpo.rollout.agents.exchange import INSTEAD, Answer, Asked, BadRequest
+from torchtitan.grpo.rollout.agents.exchange import Answer, Asked, BadRequest
 from torchtitan.grpo.rollout.agents.programs import MODEL
 from torchtitan.grpo.system.connections import answering, raise_descriptor_limit
 from torchtitan.grpo.system.http_site import listen, read_body
@@ -33,6 +33,10 @@ _WRITE_SECONDS = 60.0
 _SHUTDOWN_SECONDS = 0.3
 _KEEPALIVE_SECONDS = 75.0
 _MOST_TOLD = 32  # kinds of requests that are not answered as they ask
+_IGNORED = (
+    "That is ignored: the policy answers as [rollout] says, in free text, and calls tools as it likes. "
+    "Ask for a form or a call in a message, and let the program check the answer."
+)
 
 _Handler = Callable[[web.Request, AgentEpisode], Awaitable[web.StreamResponse]]
 
@@ -131,15 +135,16 @@ class AgentEndpoint:
     ) -> web.StreamResponse:
         body = await _body(http)
         asked: Asked = route.read(body)
-        self._tell(body, episode.ignored(asked))
-        answer = await episode.answer(asked)
+        answer = await self._answer(body, asked, episode)
         if asked.stream:
             return await _stream(http, route.stream(answer, asked), is_named=False)
         return await _send(http, route.write(answer, asked))
 
     async def _generate(self, http: web.Request, episode: AgentEpisode) -> web.StreamResponse:
-        asked = text_route.read_ids_body(await _body(http))
-        return await _send(http, text_route.write_ids(await episode.answer(asked), asked))
+        body = await _body(http)
+        asked = text_route.read_ids_body(body)
+        answer = await self._answer(body, asked, episode)
+        return await _send(http, text_route.write_ids(answer, asked))
 
     async def _responses(self, http: web.Request, episode: AgentEpisode) -> web.StreamResponse:
         body = await _body(http)
@@ -150,8 +155,7 @@ class AgentEndpoint:
                 param="previous_response_id",
             )
         asked = responses_route.read(body, earlier)
-        self._tell(body, episode.ignored(asked))
-        answer = await episode.answer(asked)
+        answer = await self._answer(body, asked, episode)
         _keep_conversation(episode, asked, answer, has_system=bool(body.get("instructions")))
         if asked.stream:
             return await _stream(http, responses_route.stream(answer, asked), is_named=True)
@@ -169,25 +173,25 @@ class AgentEndpoint:
         return web.json_response({"id": episode.name, "reward": reward})
 
     async def _unknown(self, http: web.Request, episode: AgentEpisode) -> web.StreamResponse:
-        message = (
-            f"This endpoint has no {http.method} {http.path!r:.100}: it serves what the policy writes. "
-            "Give the clients of other models, such as those of embeddings, a base_url of their own."
+        text = (
+            f"There is no {http.method} {http.path!r:.100} here, where the policy answers. Give clients "
+            "of other models, such as those of embeddings, a base_url of their own."
         )
-        self._tell_once(http.path, f"A request of an agent was answered with 404. {message}")
-        return _error(404, message, code="not_found")
+        self._tell(http.path, f"was answered with 404. {text}")
+        return _error(404, text, code="not_found")
 
-    def _tell(self, body: dict[str, Any], ignored: Iterable[str]) -> None:
-        asked_for = {name: name for name in ignored}
+    async def _answer(self, body: dict[str, Any], asked: Asked, episode: AgentEpisode) -> Answer:
+        for name in episode.ignored(asked):
+            self._tell(name, f"asks for {name}. {_IGNORED}")
         if body.get("model") not in (None, MODEL):
-            asked_for["model"] = f"model = {body['model']!r:.100}"
-        for name, text in asked_for.items():
-            instead = INSTEAD.get(name, "[rollout] says how the policy is sampled")
-            self._tell_once(name, f"A request of an agent asks for {text}, but {instead}.")
+            answers = f"The policy answers, whose name is {MODEL!r}."
+            self._tell("model", f"asks for the model {body['model']!r:.100}. {answers}")
+        return await episode.answer(asked)
 
-    def _tell_once(self, what: str, text: str) -> None:
+    def _tell(self, what: str, text: str) -> None:
         if what not in self._told and len(self._told) < _MOST_TOLD:
             self._told.add(what)
-            logger.warning("%s (Told once.)", text)
+            logger.warning("A request of an agent %s (Told once.)", text)
 
     async def _models(self, http: web.Request, episode: AgentEpisode) -> web.StreamResponse:
         return web.json_response({"object": "list", "data": [self._card()]})

@@ -24,18 +24,10 @@ _IS_VALID: dict[str, Callable[[Any], bool]] = {
 _DEFAULTS: dict[str, Any] = {
     "min_p": 0, "frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1,
     "logit_bias": {}, "response_format": {"type": "text"}, "min_tokens": 0,
-    "parallel_tool_calls": True, "structured_outputs": {},
+    "parallel_tool_calls": True, "structured_outputs": {}, "text.format": {"type": "text"},
+    "tool_choice": "auto",
 }  # fmt: skip
 """Parameters that are not supported, with the value that means nothing."""
-INSTEAD = {
-    "model": "the policy answers, whatever model is named",
-    "tool_choice": "no call is forced. Ask for it in a message, and let the program check the answer",
-    "parallel_tool_calls": "an answer may have several calls",
-} | dict.fromkeys(
-    ("response_format", "text.format", "structured_outputs"),
-    "no form is forced. Ask for it in a message, and let the program check the answer",
-)  # fmt: skip
-"""What happens where a request asks for something that it does not get."""
 
 
 class BadRequest(ValueError):
@@ -155,12 +147,12 @@ def sampling_of(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def ignored_in(body: Mapping[str, Any]) -> tuple[str, ...]:
-    found = [name for name, off in _DEFAULTS.items() if body.get(name, off) not in (off, None)]
-    if body.get("tool_choice", "auto") not in ("auto", "none", None):
-        found.append("tool_choice")
-    text = body.get("text")  # of the route of responses
-    form = text.get("format") if isinstance(text, dict) else None
-    return (*found, *(["text.format"] if form not in ({"type": "text"}, None) else []))
+    text, asked = body.get("text"), dict(body)
+    if isinstance(text, dict):  # of the route of responses
+        asked["text.format"] = text.get("format")
+    if asked.get("tool_choice") == "none":  # which is not ignored
+        del asked["tool_choice"]
+    return tuple(name for name, off in _DEFAULTS.items() if asked.get(name, off) not in (off, None))
 
 
 def stop_strings(body: Mapping[str, Any]) -> tuple[str, ...]:

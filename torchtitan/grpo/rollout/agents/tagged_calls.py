@@ -8,6 +8,7 @@
 A value may contain such tags. So a tag ends it only if those behind it are as in a call.
 """
 
+import functools
 import itertools
 import re
 from collections.abc import Mapping
@@ -15,46 +16,36 @@ from typing import Any
 
 from torchtitan.grpo import strict_json
 
+# Behind a whole call, the end tag may be missing or cut where the text ends.
+BEHIND_CALL = re.compile(r"\s*(?:</tool_call>|(?:</?[a-z_]*)?\Z)")
 _TAG = re.compile(r"<(/?tool_call|/function|/parameter|(?:function|parameter)=([^>\n]+))>")
 _SPACE = re.compile(r"\s*")
-_END = "</tool_call>"
-_MOST_TAGS = 1000  # in one value
-_MOST_REFERENCES = 8
-_KINDS = {bool: "boolean", int: "integer", float: "number", str: "string"} | {
-    list: "array", dict: "object", type(None): "null",
+_CONTENTS = {"tool_call": ("function",), "function": ("parameter", "/function")}
+_MOST_TAGS = 500  # in one value
+_MOST_REFERENCES = 4  # from one part of a schema to another
+_KINDS: dict[type, str] = {
+    bool: "boolean", int: "integer", float: "number", str: "string", list: "array",
+    dict: "object", type(None): "null",
 }  # fmt: skip
 _LITERALS = {"true": "true", "false": "false", "null": "null", "none": "null"}
 
 
-def behind_end_tag(text: str, place: int) -> int | None:
-    """Returns where a text goes on behind ``</tool_call>``; None if something else is there.
-
-    Behind a whole call, the tag may be missing or cut at the end of the text.
-    """
-    place = _SPACE.match(text, place).end()  # pyright: ignore[reportOptionalMemberAccess]
-    rest = text[place : place + len(_END)]
-    is_cut = place + len(rest) == len(text) and _END.startswith(rest)
-    return place + len(rest) if rest == _END or is_cut else None
-
-
 def read_functions(
-    text: str, place: int, schemas: Mapping[str, Any], *, has_tag: bool
+    text: str, place: int, schemas: Mapping[str, Any]
 ) -> tuple[list[tuple[str, dict[str, Any]]], int]:
-    """Reads the functions in one ``<tool_call>``, from a place on, and where they end.
-
-    Raises ValueError if the first one is not whole.
-    """
+    """Reads functions from a place on, and where they end; ValueError if the first is not whole."""
     calls, tag = [], _tag_at(text, place)
-    while tag is not None and _kind(tag) == "function" and (has_tag or not calls):
+    while tag is not None and _kind(tag) == "function":
         try:
             call, place = _function(text, tag, schemas)
         except ValueError:
-            if not calls:
-                raise
             break
         calls.append(call)
         tag = _tag_at(text, place)
-    return calls, behind_end_tag(text, place) or place
+    if not calls:
+        raise ValueError("there is no whole function")
+    behind = BEHIND_CALL.match(text, place)
+    return calls, behind.end() if behind else place
 
 
 def _function(
@@ -64,30 +55,28 @@ def _function(
     schema = schemas.get(name)
     properties, tag = _get(schema, "properties"), _tag_at(text, begin.end())
     while tag is not None and _kind(tag) == "parameter":
-        end = _end_of_value(text, tag, arguments, properties)
-        value = text[tag.end() : end.start()].removeprefix("\n").removesuffix("\n")
         key = tag[2].strip()
-        arguments[key] = _typed(value, _get(properties, key), schema)
+        end = _end_of_value(text, tag.end(), properties, {key, *arguments})
+        value = text[tag.end() : end.start()].removeprefix("\n").removesuffix("\n")
+        arguments[key] = _typed(value, _kinds_of(_get(properties, key), schema))
         tag = _tag_at(text, end.end()) if _kind(end) == "/parameter" else end
     if tag is None or _kind(tag) not in ("/function", "/tool_call"):
         raise ValueError("a function must have an end")
     return (name, arguments), tag.end() if _kind(tag) == "/function" else tag.start()
 
 
-def _end_of_value(
-    text: str, begin: re.Match[str], arguments: Mapping[str, Any], properties: Any
-) -> re.Match[str]:
+def _end_of_value(text: str, place: int, properties: Any, had: set[str]) -> re.Match[str]:
     """Returns the tag that ends a value, which is a later one if its own is missing."""
-    depth = 0  # of functions that the value quotes
-    for tag in itertools.islice(_TAG.finditer(text, begin.end()), _MOST_TAGS):
+    depth = 0  # of calls that the value quotes
+    for tag in itertools.islice(_TAG.finditer(text, place), _MOST_TAGS):
         kind, behind = _kind(tag), _tag_at(text, tag.end())
-        if kind == "function" and _kind(behind) in ("parameter", "/function"):
+        if _kind(behind) in _CONTENTS.get(kind, ()):
             depth += 1
         elif depth:
-            depth -= kind == "/function"
+            depth -= kind in ("/function", "/tool_call")
         elif kind == "parameter":
             key = tag[2].strip()
-            if key not in (begin[2].strip(), *arguments) and (not properties or key in properties):
+            if key not in had and (not properties or key in properties):
                 return tag
         elif _ends_function(text, tag) or (
             kind == "/parameter" and (_kind(behind) == "parameter" or _ends_function(text, behind))
@@ -103,8 +92,8 @@ def _ends_function(text: str, tag: re.Match[str] | None) -> bool:
     if _kind(tag) == "/tool_call":
         return not _kind(_TAG.search(text, tag.end())).startswith("/")
     behind = _tag_at(text, tag.end())
-    if behind is None:
-        return behind_end_tag(text, tag.end()) is not None
+    if behind is None or _kind(behind) == "/function":
+        return BEHIND_CALL.match(text, tag.end()) is not None
     return _kind(behind) in ("function", "tool_call") or _ends_function(text, behind)
 
 
@@ -117,14 +106,8 @@ def _kind(tag: re.Match[str] | None) -> str:
     return tag[1].partition("=")[0] if tag else ""
 
 
-def _get(value: Any, key: str) -> Any:
-    """A part of a schema, which a client may have sent in any form."""
-    return value.get(key) if isinstance(value, dict) else None
-
-
-def _typed(value: str, schema: Any, root: Any) -> Any:
-    """A value as its schema says; it is text if that says nothing else, or does not fit."""
-    kinds = _kinds_of(schema, root)
+def _typed(value: str, kinds: set[str]) -> Any:
+    """A value of one of these types; it is text if there are none, or none fits."""
     if kinds <= {"string", "str", "text"}:
         return value
     try:  # templates print literals as Python does
@@ -140,21 +123,19 @@ def _kinds_of(schema: Any, root: Any, depth: int = 0) -> set[str]:
     """The types that a schema allows; none if it does not say."""
     if not isinstance(schema, dict) or depth > _MOST_REFERENCES:
         return set()
-    declared = schema.get("type") or []
-    names = [declared] if isinstance(declared, str) else _list(declared)
-    found = {name for name in names if isinstance(name, str)}
-    if not found:
-        values = _list(schema.get("enum")) + [schema[key] for key in ("const",) if key in schema]
+    names, values = schema.get("type"), schema.get("enum")
+    found = {
+        name for name in (names if isinstance(names, list) else [names]) if isinstance(name, str)
+    }
+    if not found and isinstance(values, list):
         found = {_KINDS[type(value)] for value in values}
-    target = root if isinstance(schema.get("$ref"), str) else None
-    for key in str(schema.get("$ref")).removeprefix("#/").split("/"):
-        target = _get(target, key)
-    inner = [
-        target,
-        *(one for key in ("anyOf", "oneOf", "allOf") for one in _list(schema.get(key))),
-    ]
+    parts = [schema.get(key) for key in ("anyOf", "oneOf", "allOf")]
+    inner = [one for part in parts if isinstance(part, list) for one in part]
+    if isinstance(path := schema.get("$ref"), str):
+        inner.append(functools.reduce(_get, path.removeprefix("#/").split("/"), root))
     return found.union(*(_kinds_of(one, root, depth + 1) for one in inner))
 
 
-def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
+def _get(value: Any, key: str) -> Any:
+    """A part of a schema, which a client may have sent in any form."""
+    return value.get(key) if isinstance(value, dict) else None

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 from torchtitan.grpo import strict_json
-from torchtitan.grpo.rollout.agents.tagged_calls import behind_end_tag, read_functions
+from torchtitan.grpo.rollout.agents.tagged_calls import BEHIND_CALL, read_functions
 from torchtitan.grpo.rollout.chat_template import ChatTemplate
 
 CALL_MARKS = (
@@ -50,128 +50,99 @@ _Read = Callable[[re.Match[str]], tuple[list[ToolCall], int]]
 
 def parser_of(template: ChatTemplate) -> Parser | None:
     """Returns the parser of the template's calls, or None if it writes none, or in no known form."""
-    if not _prints_tools(template):
-        return None
-    written, wanted = _sample_call(template), (_NAME, json.dumps(_ARGUMENTS))
-    for parser in _PARSERS.values():
-        if [call[:2] for call in parser(written, [_TOOL]).calls] == [wanted]:
-            return parser
-    return None
-
-
-def _prints_tools(template: ChatTemplate) -> bool:
-    try:
-        return _NAME in template.render([{"role": "user", "content": "?"}], tools=[_TOOL])
-    except ValueError:
-        return False
-
-
-def _sample_call(template: ChatTemplate) -> str:
-    """Returns a rendered call without what comes before it, where tools may be explained."""
     function = {"name": _NAME, "arguments": _ARGUMENTS}
     call = {"id": "abcdefghi", "type": "function", "function": function}
     begin = [{"role": "user", "content": "?"}]
     turn = {"role": "assistant", "content": "", "tool_calls": [call]}
     try:
-        rendered = template.render([*begin, turn], opens_turn=False)
-        before = template.render(begin)
-        if not rendered.startswith(before):  # earlier turns may begin without thinking
-            before = template.render(begin, opens_turn=False)
-        return rendered.removeprefix(before)
+        if _NAME not in template.render(begin, tools=[_TOOL]):
+            return None
+        written, before = template.render([*begin, turn], opens_turn=False), template.render(begin)
     except ValueError:
-        return ""
+        return None
+    wanted = [(_NAME, json.dumps(_ARGUMENTS, allow_nan=False))]
+    for parser in _PARSERS.values():
+        if [call[:2] for call in parser(written.removeprefix(before), [_TOOL]).calls] == wanted:
+            return parser
+    return None
 
 
-def _parse_json_tags(text: str, tools: Sequence[dict[str, Any]]) -> Spoken:
-    """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``: Hermes, Qwen 2.5 and 3."""
+def _json_form(begin: str, end: str) -> Parser:
+    """Makes a parser of calls in JSON between two patterns; ``begin`` may have a name and an id."""
+    begins, ends = re.compile(begin), re.compile(end)
 
-    def read(found: re.Match[str]) -> tuple[list[ToolCall], int]:
-        calls, end = _json_calls(text, found.end())
-        behind = behind_end_tag(text, end)
-        if behind is None:
-            raise ValueError("there is more behind a call")
-        return calls, behind
+    def parse(text: str, tools: Sequence[dict[str, Any]]) -> Spoken:
+        def read(found: re.Match[str]) -> tuple[list[ToolCall], int]:
+            value, place = strict_json.load_at(text, found.end())
+            groups = found.groupdict()
+            if groups.get("name"):
+                value = {"name": found["name"], "arguments": value, "id": groups.get("id")}
+            behind = ends.match(text, place)
+            if behind is None:
+                raise ValueError("there is more behind a call")
+            return _calls(value), behind.end()
 
-    return _cut_out(text, _TAG, read)
+        return _cut_out(text, begins, read)
+
+    return parse
 
 
 def _parse_xml(text: str, tools: Sequence[dict[str, Any]]) -> Spoken:
-    """``<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>``: Qwen3-Coder."""
     schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}
 
     def read(found: re.Match[str]) -> tuple[list[ToolCall], int]:
-        calls, end = read_functions(text, found.start(2), schemas, has_tag=bool(found[1]))
-        return [ToolCall(name, json.dumps(arguments)) for name, arguments in calls], end
+        calls, end = read_functions(text, found.start(1), schemas)
+        return [
+            ToolCall(name, json.dumps(arguments, allow_nan=False)) for name, arguments in calls
+        ], end
 
     return _cut_out(text, _FUNCTION, read)
 
 
-def _parse_marked(text: str, tools: Sequence[dict[str, Any]]) -> Spoken:
-    """``[TOOL_CALLS]`` before a list of calls, or before each as ``NAME[ARGS]{...}``: Mistral."""
-
-    def read(found: re.Match[str]) -> tuple[list[ToolCall], int]:
-        if found[1] is None:
-            return _json_calls(text, found.end())
-        return _named_call(text, found.end(), found[1], found[2])
-
-    return _cut_out(text, _MARK, read)
-
-
-def _parse_separated(text: str, tools: Sequence[dict[str, Any]]) -> Spoken:
-    """``<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{...}<｜tool▁call▁end｜>``: DeepSeek V3.1; V3 and R1 with code fences."""
-
-    def read(found: re.Match[str]) -> tuple[list[ToolCall], int]:
-        calls, end = _named_call(text, found.end(), found[1] or found[2])
-        behind = _SEPARATED_END.match(text, end)
-        return calls, behind.end() if behind else end
-
-    return _cut_out(text, _SEPARATED, read)
-
-
 def _parse_plain(text: str, tools: Sequence[dict[str, Any]]) -> Spoken:
-    """A message that begins with ``{"name": ..., "parameters": {...}}``: Llama 3.
-
-    Without a mark, JSON is a call only if it names a given tool and has arguments.
-    """
+    """JSON without end marks is a call only if it names a given tool and has arguments."""
+    names = [tool["function"]["name"] for tool in tools]
     before, mark, rest = text.partition("<|python_tag|>")
-    if not mark:
-        before, rest = "", text
-    names = None if mark else [tool["function"]["name"] for tool in tools]
+    before, rest = (before, rest.lstrip()) if mark else ("", text.lstrip())
     calls: list[ToolCall] = []
-    rest = rest.lstrip()
     while rest:
         try:
-            found, end = _json_calls(rest, 0, names)
+            value, end = strict_json.load_at(rest, 0)
+            calls += _calls(value, names)
         except ValueError:
             break
-        calls, rest = calls + found, rest[end:].lstrip("; \t\r\n")
+        rest = rest[end:].lstrip("; \t\r\n")
     return Spoken((before + rest).strip(), calls) if calls else Spoken(text, [])
 
 
-_TAG = re.compile(r"<tool_call>\s*")
-_FUNCTION = re.compile(r"(?:(<tool_call>)\s*|^[ \t]*)(<function=)", re.MULTILINE)
-_MARK = re.compile(
-    r"\[TOOL_CALLS\]\s*(?:([^\s\[\]{}]+)\s*(?:\[CALL_ID\]\s*(\w+)\s*)?(?:\[ARGS\]\s*)?)?"
-)
-_SEPARATED = re.compile(
-    r"(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>"
-    r"(?:function<｜tool▁sep｜>([^\n<]+)\n```json\s*|([^\n<]+)<｜tool▁sep｜>\s*)"
-)
-_SEPARATED_END = re.compile(r"\s*(?:```\s*)?<｜tool▁call▁end｜>(?:\s*<｜tool▁calls▁end｜>)?")
+_FUNCTION = re.compile(r"(?:<tool_call>\s*|^[ \t]*)(<function=)", re.MULTILINE)
 _CALL_ID = re.compile(r"[a-zA-Z0-9]{9}")
 
 # Tried in this order on a call that the template has rendered.
 _PARSERS: dict[str, Parser] = {
+    # <tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>
     "Qwen3-Coder": _parse_xml,
-    "Hermes": _parse_json_tags,
-    "Mistral": _parse_marked,
-    "DeepSeek": _parse_separated,
+    # <tool_call>{"name": ..., "arguments": {...}}</tool_call>, which Qwen 2.5 and 3 write as well
+    "Hermes": _json_form(r"<tool_call>\s*(?=\{|\[\s*\{)", BEHIND_CALL.pattern),
+    # [TOOL_CALLS] before a list of calls, or before each as NAME[CALL_ID]ID[ARGS]{...}
+    "Mistral": _json_form(
+        r"\[TOOL_CALLS\]\s*(?:(?P<name>[^\s\[\]{}]+)\s*(?:\[CALL_ID\]\s*(?P<id>\w+)\s*)?"
+        r"(?:\[ARGS\]\s*)?(?=\{|null)|(?=\{|\[\s*\{))",
+        "",
+    ),
+    # V3.1: <｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{...}<｜tool▁call▁end｜>. V3 and R1: function
+    # <｜tool▁sep｜>NAME, and the arguments as a block of code.
+    "DeepSeek": _json_form(
+        r"(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?"
+        r"(?P<name>[^\s<]+)(?:\n```json|<｜tool▁sep｜>)\s*",
+        r"(?:\s*(?:```\s*)?<｜tool▁call▁end｜>(?:\s*<｜tool▁calls▁end｜>)?)?",
+    ),
+    # A message that begins with {"name": ..., "parameters": {...}}
     "Llama 3": _parse_plain,
 }
 
 
 def _cut_out(text: str, begin: re.Pattern[str], read: _Read) -> Spoken:
-    """Takes the calls out of a text, which it would stay if there are none."""
     calls: list[ToolCall] = []
     kept, place = [], 0
     while found := begin.search(text, place):
@@ -180,43 +151,30 @@ def _cut_out(text: str, begin: re.Pattern[str], read: _Read) -> Spoken:
         except ValueError:
             new, end = [], found.end()
         kept.append(text[place : found.start() if new else end])
-        calls, place = calls + new, end
+        calls += new
+        place = end
     return Spoken("".join([*kept, text[place:]]).strip(), calls) if calls else Spoken(text, [])
 
 
-def _json_calls(
-    text: str, place: int, names: Collection[str] | None = None
-) -> tuple[list[ToolCall], int]:
-    """Reads a call, or a list of calls, of the functions with these names; raises ValueError."""
-    value, end = strict_json.load_at(text, place)
-    values = value if isinstance(value, list) else [value]
-    if not values or any(names is not None and not _is_of(one, names) for one in values):
-        raise ValueError("this is no call of a tool")
-    return [_call(one) for one in values], end
+def _calls(value: Any, names: Collection[str] | None = None) -> list[ToolCall]:
+    """Reads a call, or a list of calls; with ``names``, of these functions. Raises ValueError."""
+    found = [_call(one, names) for one in (value if isinstance(value, list) else [value])]
+    if not found:
+        raise ValueError("there is no call")
+    return found
 
 
-def _is_of(call: Any, names: Collection[str]) -> bool:
-    has_arguments = isinstance(call, dict) and ("arguments" in call or "parameters" in call)
-    return has_arguments and call.get("name") in names
-
-
-def _named_call(
-    text: str, place: int, name: str, call_id: str | None = None
-) -> tuple[list[ToolCall], int]:
-    """Reads the arguments of a call whose name stands before them."""
-    arguments, end = strict_json.load_at(text, place)
-    return [_call({"name": name.strip(), "arguments": arguments, "id": call_id})], end
-
-
-def _call(value: Any) -> ToolCall:
-    """Raises ValueError if that is no call."""
+def _call(value: Any, names: Collection[str] | None) -> ToolCall:
     if not (isinstance(value, dict) and isinstance(name := value.get("name"), str) and name):
         raise ValueError("a call needs a name")
-    arguments = value.get("arguments", value.get("parameters"))
+    arguments = value.get("arguments", value.get("parameters", ""))
+    if names is not None and (name not in names or arguments == ""):
+        raise ValueError("this is no call of a tool")
     if isinstance(arguments, str) and arguments:
         arguments = strict_json.loads(arguments)
     if not isinstance(arguments := {} if arguments in (None, "") else arguments, dict):
         raise ValueError("arguments must be an object")
-    call_id = value.get("id")
-    is_valid = isinstance(call_id, str) and _CALL_ID.fullmatch(call_id)
-    return ToolCall(name, json.dumps(arguments), call_id if is_valid else "")
+    call_id = str(value.get("id"))
+    return ToolCall(
+        name, json.dumps(arguments, allow_nan=False), call_id if _CALL_ID.fullmatch(call_id) else ""
+    )
