@@ -3,7 +3,8 @@
 
 """What models write, in each form of calls, and the text and the calls that it is.
 
-``tool_call_texts.jsonl`` has the texts. Values of calls are compared as JSON: 1 is not 1.0.
+``tool_call_texts.jsonl`` has the tools in its first line, and then the texts. Values of calls are compared
+as JSON: 1 is not 1.0.
 """
 
 import json
@@ -15,46 +16,9 @@ import pytest
 from torchtitan.grpo.rollout.agents import tool_calls
 from torchtitan.grpo.rollout.agents.thinking import divided, opened_by
 
-TEXTS = [
-    json.loads(line)
-    for line in (Path(__file__).parent / "tool_call_texts.jsonl").read_text().splitlines()
-]
-TEXT = {"type": "string"}
-REFERENCES = {"D": {"type": "object"}, "E": {"enum": [1, 2]}}
-VALUES = {
-    "s": TEXT,
-    "i": {"type": "integer"},
-    "n": {"type": "number"},
-    "b": {"type": "boolean"},
-    "o": {"type": "object"},
-    "a": {"type": "array", "items": {"type": "integer"}},
-    "ai": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
-    "sn": {"type": ["string", "null"]},
-    "in": {"type": ["integer", "null"]},
-    "e": {"enum": [1, 2, 3]},
-    "es": {"enum": ["1", "2"]},
-    "r": {"$ref": "#/$defs/missing"},
-    "os": {"oneOf": [TEXT, {"type": "integer"}]},
-    "x": {},
-    "d": {"$ref": "#/$defs/D"},
-    "ae": {"allOf": [{"$ref": "#/$defs/E"}]},
-    "ao": {"anyOf": [{"$ref": "#/$defs/D"}, {"type": "null"}]},
-    "al": {"type": "list"},
-    "ab": {"type": "bool"},
-    "st": {"type": "str"},
-}
-
-
-def tool(name: str, properties: dict[str, Any]) -> dict[str, Any]:
-    parameters = {"type": "object", "properties": properties, "$defs": REFERENCES}
-    return {"type": "function", "function": {"name": name, "parameters": parameters}}
-
-
-TOOLS = [
-    tool("get_weather", {"city": TEXT}),
-    tool("write_file", {"path": TEXT, "content": TEXT}),
-    tool("f", VALUES),
-]
+FILE = Path(__file__).parent / "tool_call_texts.jsonl"
+FIRST, *TEXTS = map(json.loads, FILE.read_text().splitlines())
+TOOLS = FIRST["tools"]
 
 
 @pytest.mark.parametrize("one", TEXTS, ids=[f"{one['form']}: {one['case']}" for one in TEXTS])
