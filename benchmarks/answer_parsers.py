@@ -1,14 +1,15 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""How many of the texts of `tests/unit_tests/grpo/rollout/tool_call_texts.jsonl` a server's own parser reads right.
+"""How many of the texts of `tool_call_texts.jsonl` a server's own parser reads right.
 
     .venv-vllm/bin/python benchmarks/answer_parsers.py vllm [--cases]
     .venv-sglang/bin/python benchmarks/answer_parsers.py sglang [--cases]
 
-A text is read right if its calls are those of the file, and so is the text beside them, blanks at its ends
-left aside. Texts with thinking are left out: it is read before. ``--cases`` names the others. The project's own
-parsers read all of them, as `test_tool_calls.py` says.
+The file, in `tests/unit_tests/grpo/rollout`, has what models may write. A text is read right if its
+calls are those of the file, and so is the text beside them, blanks at its ends left aside. Texts with
+thinking are left out: it is read before. ``--cases`` names the others. The project's own parsers read
+all of them, as `test_tool_calls.py` says.
 """
 
 import contextlib
@@ -81,7 +82,8 @@ def vllm_reader(name: str, tools: list[dict[str, Any]], texts: list[str]) -> Rea
 
 
 def sglang_reader(name: str, tools: list[dict[str, Any]], texts: list[str]) -> Read:
-    sys.modules["torchvision"] = None  # type: ignore[assignment]  # it does not fit CPU builds of torch
+    # It does not fit CPU builds of torch.
+    sys.modules["torchvision"] = None  # type: ignore[assignment]
     tool = importlib.import_module("sglang.srt.entrypoints.openai.protocol").Tool
     made = importlib.import_module("sglang.srt.function_call.function_call_parser")
 

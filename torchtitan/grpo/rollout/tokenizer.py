@@ -17,7 +17,7 @@ from torchtitan.grpo.weight_wire.model_folder import about_pointer
 
 # Placeholder for the assistant's turn when a reply is rendered. Templates keep letters as is.
 _TURN = "THETURNOFTHEASSISTANT"
-# How tokenizers spell single bytes: those with byte fallback as a number, byte-level ones as a letter.
+# How tokenizers spell bytes: those with byte fallback as a number, byte-level ones as a letter.
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 _VISIBLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 _OTHERS = [byte for byte in range(256) if byte not in _VISIBLE]
@@ -219,14 +219,13 @@ class TextCodec:
         return ChatTemplate(self._path, self._chat_kwargs, self._date)
 
     def decode(self, completion_ids: Sequence[int], kept: Collection[str] = ()) -> str:
-        """Returns the text of a completion, without end of sequence and special tokens but ``kept``."""
+        """The text of a completion, without end of sequence and special tokens, but with ``kept``."""
         ids = list(completion_ids)
         if ids and ids[-1] in self._eos:
             ids.pop()
-        left_out = {token for token, text in self._special.items() if text not in kept}
-        return self._tokenizer.decode(
-            [token for token in ids if token not in left_out], skip_special_tokens=False
-        )
+        skipped = {token for token, text in self._special.items() if text not in kept}
+        ids = [token for token in ids if token not in skipped]
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
 
     @functools.cached_property
     def _special(self) -> dict[int, str]:

@@ -72,8 +72,8 @@ CHOICES = {
     "call behind thinking": (OPENS, f"t</think>{CALL}", False, None, "t", 1),
     "call in thinking": (OPENS, f"t {CALL}</think>4", False, "4", f"t {CALL}", 0),
     "end tag, off": (OFF, "The tag </think> ends it.", False, "The tag </think> ends it.", "", 0),
-    "end tag, never on": ("", "The tag </think> ends it.", False, "The tag </think> ends it.", "", 0),
-    "end tag, had ended": (OPENS, "t</think>The tag </think> ends.", False, "The tag </think> ends.", "t", 0),
+    "end tag, never on": ("", "A </think> ends it.", False, "A </think> ends it.", "", 0),
+    "end tag, had ended": (OPENS, "t</think>A </think> ends.", False, "A </think> ends.", "t", 0),
     "call, off": (OFF, f"{CALL}</think>", False, "</think>", "", 1),
     "end tag in arguments": ("", CALL.replace("1", '"</tool_call>"'), False, None, "", 1),
     "NaN": ("", CALL.replace("1", "NaN"), False, CALL.replace("1", "NaN"), "", 0),
@@ -256,7 +256,7 @@ async def test_tools_in_an_unknown_form_are_refused(repository: Path, tmp_path: 
 
 
 TOLD = {
-    "form": ({"response_format": {"type": "json_object"}}, "asks for response_format. That is ignored"),
+    "form": ({"response_format": {"type": "json_object"}}, "response_format. That is ignored"),
     "structure": ({"extra_body": {"structured_outputs": {"regex": "a"}}}, "structured_outputs"),
     "required call": ({"tools": TOOLS, "tool_choice": "required"}, "asks for tool_choice"),
     "named call": (

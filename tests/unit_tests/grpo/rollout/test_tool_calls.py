@@ -3,8 +3,8 @@
 
 """What models write, in each form of calls, and the text and the calls that it is.
 
-``tool_call_texts.jsonl`` has the tools in its first line, and then the texts. Values of calls are compared
-as JSON: 1 is not 1.0.
+``tool_call_texts.jsonl`` has the tools in its first line, and then the texts. Values of calls are
+compared as JSON: 1 is not 1.0.
 """
 
 import json

@@ -34,8 +34,8 @@ _SHUTDOWN_SECONDS = 0.3
 _KEEPALIVE_SECONDS = 75.0
 _MOST_TOLD = 32  # kinds of requests that are not answered as they ask
 _IGNORED = (
-    "That is ignored: the policy answers as [rollout] says, in free text, and calls tools as it likes. "
-    "Ask for a form or a call in a message, and let the program check the answer."
+    "That is ignored: the policy answers as [rollout] says, in free text, and calls tools as it "
+    "likes. Ask for a form or a call in a message, and let the program check the answer."
 )
 
 _Handler = Callable[[web.Request, AgentEpisode], Awaitable[web.StreamResponse]]
@@ -174,8 +174,8 @@ class AgentEndpoint:
 
     async def _unknown(self, http: web.Request, episode: AgentEpisode) -> web.StreamResponse:
         text = (
-            f"There is no {http.method} {http.path!r:.100} here, where the policy answers. Give clients "
-            "of other models, such as those of embeddings, a base_url of their own."
+            f"There is no {http.method} {http.path!r:.100} here, where the policy answers. Give "
+            "clients of other models, such as those of embeddings, a base_url of their own."
         )
         self._tell(http.path, f"was answered with 404. {text}")
         return _error(404, text, code="not_found")

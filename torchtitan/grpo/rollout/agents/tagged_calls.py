@@ -30,30 +30,16 @@ _KINDS: dict[type, str] = {
 _LITERALS = {"true": "true", "false": "false", "null": "null", "none": "null"}
 
 
-def read_functions(
+def read_function(
     text: str, place: int, schemas: Mapping[str, Any]
-) -> tuple[list[tuple[str, dict[str, Any]]], int]:
-    """Reads functions from a place on, and where they end; ValueError if the first is not whole."""
-    calls, tag = [], _tag_at(text, place)
-    while tag is not None and _kind(tag) == "function":
-        try:
-            call, place = _function(text, tag, schemas)
-        except ValueError:
-            break
-        calls.append(call)
-        tag = _tag_at(text, place)
-    if not calls:
-        raise ValueError("there is no whole function")
-    behind = BEHIND_CALL.match(text, place)
-    return calls, behind.end() if behind else place
-
-
-def _function(
-    text: str, begin: re.Match[str], schemas: Mapping[str, Any]
-) -> tuple[tuple[str, dict[str, Any]], int]:
-    name, arguments = begin[2].strip(), {}
-    schema = schemas.get(name)
-    properties, tag = _get(schema, "properties"), _tag_at(text, begin.end())
+) -> tuple[str, dict[str, Any], int]:
+    """Reads the name and arguments of a whole function, and where it ends; raises ValueError."""
+    tag = _tag_at(text, place)
+    if tag is None or _kind(tag) != "function":
+        raise ValueError("there is no function")
+    name, arguments = tag[2].strip(), {}
+    schema, tag = schemas.get(name), _tag_at(text, tag.end())
+    properties = _get(schema, "properties")
     while tag is not None and _kind(tag) == "parameter":
         key = tag[2].strip()
         end = _end_of_value(text, tag.end(), properties, {key, *arguments})
@@ -62,7 +48,7 @@ def _function(
         tag = _tag_at(text, end.end()) if _kind(end) == "/parameter" else end
     if tag is None or _kind(tag) not in ("/function", "/tool_call"):
         raise ValueError("a function must have an end")
-    return (name, arguments), tag.end() if _kind(tag) == "/function" else tag.start()
+    return name, arguments, tag.end() if _kind(tag) == "/function" else tag.start()
 
 
 def _end_of_value(text: str, place: int, properties: Any, had: set[str]) -> re.Match[str]:

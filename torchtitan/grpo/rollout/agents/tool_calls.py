@@ -7,13 +7,14 @@ The form is found by letting the template render a call. What cannot be read as 
 text.
 """
 
+import contextlib
 import json
 import re
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 from torchtitan.grpo import strict_json
-from torchtitan.grpo.rollout.agents.tagged_calls import BEHIND_CALL, read_functions
+from torchtitan.grpo.rollout.agents.tagged_calls import BEHIND_CALL, read_function
 from torchtitan.grpo.rollout.chat_template import ChatTemplate
 
 CALL_MARKS = (
@@ -91,10 +92,13 @@ def _parse_xml(text: str, tools: Sequence[dict[str, Any]]) -> Spoken:
     schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}
 
     def read(found: re.Match[str]) -> tuple[list[ToolCall], int]:
-        calls, end = read_functions(text, found.start(1), schemas)
-        return [
-            ToolCall(name, json.dumps(arguments, allow_nan=False)) for name, arguments in calls
-        ], end
+        calls, place = [], found.start(1)
+        with contextlib.suppress(ValueError):
+            while True:
+                name, arguments, place = read_function(text, place, schemas)
+                calls.append(ToolCall(name, json.dumps(arguments, allow_nan=False)))
+        behind = BEHIND_CALL.match(text, place)
+        return calls, behind.end() if behind else place
 
     return _cut_out(text, _FUNCTION, read)
 
@@ -146,13 +150,11 @@ def _cut_out(text: str, begin: re.Pattern[str], read: _Read) -> Spoken:
     calls: list[ToolCall] = []
     kept, place = [], 0
     while found := begin.search(text, place):
-        try:
+        new, end = [], 0
+        with contextlib.suppress(ValueError):
             new, end = read(found)
-        except ValueError:
-            new, end = [], found.end()
-        kept.append(text[place : found.start() if new else end])
-        calls += new
-        place = end
+        kept.append(text[place : found.start() if new else found.end()])
+        calls, place = calls + new, end if new else found.end()
     return Spoken("".join([*kept, text[place:]]).strip(), calls) if calls else Spoken(text, [])
 
 
