@@ -7,7 +7,7 @@ import asyncio
 import itertools
 import json
 import shutil
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +17,7 @@ import numpy as np
 from openai import AsyncOpenAI
 from rollouts import generation
 from stub_clients import StubClient
+from tokenizers import Tokenizer
 
 from torchtitan.grpo import config as tables
 from torchtitan.grpo.data.rows import Sample, sequences_of
@@ -208,11 +209,18 @@ def prompt_of(codec: TextCodec) -> Prompt:
     return Prompt(0, QUESTION, np.array(codec.encode_chat(QUESTION), np.int32), {"answer": "7"})
 
 
-def make_model(repository: Path, folder: Path) -> Path:
+def make_model(
+    repository: Path, folder: Path, template: str = TEMPLATE, marks: Sequence[str] = ()
+) -> Path:
+    """``marks`` are further special tokens."""
     model = folder / "model"
     shutil.copytree(repository / "assets/reverse_digits/model", model)
     file = model / "tokenizer_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": TEMPLATE}))
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": template}))
+    if marks:
+        tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+        tokenizer.add_special_tokens(list(marks))
+        tokenizer.save(str(model / "tokenizer.json"))
     return model
 
 

@@ -10,6 +10,33 @@ from typing import Any
 
 COUNT_KEY = "nonfinite_values"
 """Key of an object that says how many of its numbers were not finite; it is absent if all were."""
+_MOST_NESTED = 100  # What copies or renders JSON takes stack for each level.
+
+
+def loads(text: str) -> Any:
+    """Reads JSON from outside. Raises ValueError, also for NaN and more than 100 levels."""
+    text = text.strip()
+    value, end = load_at(text, 0)
+    if end < len(text):
+        raise ValueError(f"there is more behind the JSON, at character {end}")
+    return value
+
+
+def load_at(text: str, place: int) -> tuple[Any, int]:
+    """Reads the JSON that begins at a place, as :func:`loads` does; also returns its end."""
+    try:
+        value, end = _DECODER.raw_decode(text, place)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    level = [value]
+    # Most texts have fewer brackets, and are not looked through.
+    if text.count("[", place, end) + text.count("{", place, end) > _MOST_NESTED:
+        for _ in range(_MOST_NESTED):
+            inner = [box.values() if isinstance(box, dict) else box for box in level]
+            level = [one for box in inner for one in box if isinstance(one, dict | list)]
+        if level:
+            raise ValueError(f"it is nested deeper than {_MOST_NESTED} levels")
+    return value, end
 
 
 def dumps(value: Any, **options: Any) -> str:
@@ -37,3 +64,12 @@ def _strict(value: Any, found: list[float]) -> Any:
         found.append(value)
         return None
     return value
+
+
+def _finite_float(text: str) -> float:
+    if not math.isfinite(value := float(text)):
+        raise ValueError(f"{text:.50} is no number of JSON that can be held")
+    return value
+
+
+_DECODER = json.JSONDecoder(parse_float=_finite_float, parse_constant=_finite_float)

@@ -124,6 +124,30 @@ def test_nothing_writes_such_numbers_around_the_helper(repository):
     assert len(writes_of(ast.parse((package / "strict_json.py").read_text()))) == 1
 
 
+LISTS = ["[" * depth + "]" * depth for depth in (100, 101, 900, 100_000)]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["NaN", "[-Infinity]", '{"a": 1e999}', "-1e999", *LISTS[1:], '{"a":' * 101 + "1" + "}" * 101]
+    + ['[{"a":' * 60 + "1" + "}]" * 60, "1" * 5000, "", " ", "1 2", "{} x", "[", '"\n"'],
+)
+def test_json_from_outside_is_strict(text: str) -> None:
+    with pytest.raises(ValueError):
+        strict_json.loads(text)
+
+
+@pytest.mark.parametrize(
+    "text", [" 1.0\n", '{"a": [1e3, null]}', LISTS[0], '"[[["', "[" + "[]," * 200 + "1]"]
+)
+def test_other_json_from_outside_is_read(text: str) -> None:
+    assert strict_json.loads(text) == json.loads(text)
+    assert strict_json.load_at(f"ab{text.strip()}cd", 2) == (
+        json.loads(text),
+        2 + len(text.strip()),
+    )
+
+
 # -- verification of a run -------------------------------------------------------------------
 
 SUMMARY = {"steps": 2, "policy_version": 2, "server_version": 2, "weight_sync_failures": 0}

@@ -8,7 +8,7 @@ import functools
 import json
 import re
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,14 @@ _MARK = re.compile(r"<[|\uff5c].+[|\uff5c]>")
 # Whether transformers 4 puts a beginning of sequence before texts, whatever tokenizer.json says, if
 # add_bos_token does not say it; transformers 5 reads tokenizer.json.
 _BEGINS = {"Llama": True, "CodeLlama": True, "Gemma": True, "Cohere": True, "GPTNeoX": False}
-
-
 _PIECE_CHARS = 2**15
+# How tokenizers spell bytes: those with byte fallback as a number, byte-level ones as a letter.
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+_VISIBLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_OTHERS = [byte for byte in range(256) if byte not in _VISIBLE]
+_BYTE_OF = {chr(byte): byte for byte in _VISIBLE} | dict(
+    zip(map(chr, range(256, 324)), _OTHERS, strict=True)
+)
 
 
 class TextTooLong(ValueError):
@@ -319,12 +324,30 @@ class TextCodec:
         special = None if self._reads_special else self.special
         return ChatTemplate(self._path, self._chat_kwargs, self._date, special)
 
-    def decode(self, completion_ids: Sequence[int]) -> str:
-        """Returns the text of a completion, without special tokens and end of sequence."""
+    def decode(self, completion_ids: Sequence[int], kept: Collection[str] = ()) -> str:
+        """The text of a completion, without end of sequence and special tokens, but with ``kept``."""
         ids = list(completion_ids)
         if ids and ids[-1] in self._eos:
             ids.pop()
-        return self._tokenizer.decode(ids, skip_special_tokens=True)
+        skipped = {token for token, text in self._special.items() if text not in kept}
+        ids = [token for token in ids if token not in skipped]
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
+
+    @functools.cached_property
+    def _special(self) -> dict[int, str]:
+        added = self._tokenizer.get_added_tokens_decoder()
+        return {token: one.content for token, one in added.items() if one.special}
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of one token, which may be a part of a character."""
+        text, spelled = self.decode_exactly([token_id]), self.token_text(token_id) or ""
+        if "\ufffd" not in text:
+            return text.encode()
+        if found := _BYTE.fullmatch(spelled):
+            return bytes.fromhex(found[1])
+        if _BYTE_OF.keys() >= set(spelled):
+            return bytes(_BYTE_OF[letter] for letter in spelled)
+        return text.encode()
 
     def decode_exactly(self, token_ids: Sequence[int]) -> str:
         """Returns the text of tokens with all special tokens, as the model reads them."""

@@ -204,3 +204,35 @@ def test_a_bounded_codec_refuses_only_what_cannot_fit(bounded_codec: TextCodec, 
     # The text may be long, but what is tokenized of it then is not.
     with pytest.raises(TextTooLong):
         bounded_codec.bounded(100).encode_continuation(LONG_TEXTS[kind] * 10**6)
+
+
+HALVES = [
+    "a",
+    "\u00e9",
+    "\u65e5\u672c",
+    "\U0001f9a9 x",
+    "\ufffd",
+    "\u00ff\u00bd \n",
+    "\U0001f468\u200d\U0001f469",
+]
+
+
+@pytest.mark.parametrize("text", HALVES)
+@pytest.mark.parametrize("kind", ["byte-level", "byte fallback"])
+def test_the_bytes_of_tokens_are_those_of_the_text(tmp_path: Path, text: str, kind: str) -> None:
+    codec = make(tmp_path, None)
+    if kind == "byte fallback":  # as SentencePiece spells what is not in its vocabulary
+        vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"a": 256, "x": 257}
+        tokenizer = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True))
+        tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+        tokenizer.save(str(tmp_path / "tokenizer.json"))
+        codec = TextCodec(str(tmp_path), [])
+    found = [codec.token_bytes(token) for token in codec.encode_continuation(text)]
+    assert b"".join(found) == text.encode()
+    assert text != "\U0001f9a9 x" or found[:4] == [bytes([byte]) for byte in (240, 159, 166, 169)]
+
+
+def test_special_tokens_may_be_kept_in_a_text(tmp_path: Path) -> None:
+    codec = make(tmp_path, None)
+    ids = codec.encode_continuation("<s>1[SEP]2</s>")
+    assert [codec.decode(ids), codec.decode(ids, ["[SEP]"])] == ["12", "1[SEP]2"]

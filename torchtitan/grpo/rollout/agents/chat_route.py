@@ -70,14 +70,16 @@ def _end(choice: Choice, asked: Asked) -> dict[str, Any]:
 
 
 def token_logprobs(choice: Choice) -> list[dict[str, Any]]:
-    values = zip(choice.token_ids, choice.token_texts, choice.logprobs, strict=True)
+    values = zip(
+        choice.token_ids, choice.token_texts, choice.token_bytes, choice.logprobs, strict=True
+    )
     return [
         {
             "token": text,
             "token_id": token,
             "logprob": logprob,
-            "bytes": list(text.encode()),
+            "bytes": list(own_bytes),
             "top_logprobs": [],
         }
-        for token, text, logprob in values
+        for token, text, own_bytes, logprob in values
     ]

@@ -15,6 +15,7 @@ import msgspec
 from aiohttp import web
 from aiohttp.http import HttpProcessingError
 
+from torchtitan.grpo import strict_json
 from torchtitan.grpo.inference.client import ServerError
 from torchtitan.grpo.rollout.agents import chat_route, responses_route, text_route
 from torchtitan.grpo.rollout.agents.episode import AgentEpisode, parsed_reward
@@ -32,6 +33,11 @@ _BACKLOG = 1024
 _WRITE_SECONDS = 60.0
 _SHUTDOWN_SECONDS = 0.3
 _KEEPALIVE_SECONDS = 75.0
+_MOST_TOLD = 32  # kinds of requests that are not answered as they ask
+_IGNORED = (
+    "That is ignored: the policy answers as [rollout] says, in free text, and calls tools as it "
+    "likes. Ask for a form or a call in a message, and let the program check the answer."
+)
 
 _Handler = Callable[[web.Request, AgentEpisode], Awaitable[web.StreamResponse]]
 
@@ -43,6 +49,7 @@ class AgentEndpoint:
         self._host, self._seq_len = host, seq_len
         self._episodes: dict[str, AgentEpisode] = {}
         self._listener: asyncio.Server | None = None
+        self._told: set[str] = set()
         app = web.Application()
         routes: list[tuple[str, str, _Handler]] = [
             ("POST", "/v1/chat/completions", functools.partial(self._complete, chat_route)),
@@ -52,6 +59,7 @@ class AgentEndpoint:
             ("POST", "/v1/episodes/{name}/reward", self._reward),
             ("GET", "/v1/models", self._models),
             ("GET", "/v1/models/{model:.*}", self._model),
+            ("*", "/{path:.*}", self._unknown),
         ]
         for method, path, handler in routes:
             app.router.add_route(method, path, self._guarded(handler))
@@ -129,14 +137,16 @@ class AgentEndpoint:
     ) -> web.StreamResponse:
         body = await _body(http, episode)
         asked: Asked = await episode.in_thread(lambda: route.read(body))
-        answer = await episode.answer(asked)
+        answer = await self._answer(body, asked, episode)
         if asked.stream:
             return await _stream(http, route.stream(answer, asked), is_named=False)
         return await _send(http, route.write(answer, asked))
 
     async def _generate(self, http: web.Request, episode: AgentEpisode) -> web.StreamResponse:
-        asked = text_route.read_ids_body(await _body(http, episode))
-        return await _send(http, text_route.write_ids(await episode.answer(asked), asked))
+        body = await _body(http, episode)
+        asked = text_route.read_ids_body(body)
+        answer = await self._answer(body, asked, episode)
+        return await _send(http, text_route.write_ids(answer, asked))
 
     async def _responses(self, http: web.Request, episode: AgentEpisode) -> web.StreamResponse:
         body = await _body(http, episode)
@@ -147,7 +157,7 @@ class AgentEndpoint:
                 param="previous_response_id",
             )
         asked = await episode.in_thread(lambda: responses_route.read(body, earlier))
-        answer = await episode.answer(asked)
+        answer = await self._answer(body, asked, episode)
         _keep_conversation(episode, asked, answer, has_system=bool(body.get("instructions")))
         if asked.stream:
             return await _stream(http, responses_route.stream(answer, asked), is_named=True)
@@ -163,6 +173,27 @@ class AgentEndpoint:
         else:
             episode.reward_rows(str(body["response_id"]), reward)
         return web.json_response({"id": episode.name, "reward": reward})
+
+    async def _unknown(self, http: web.Request, episode: AgentEpisode) -> web.StreamResponse:
+        text = (
+            f"There is no {http.method} {http.path!r:.100} here, where the policy answers. Give "
+            "clients of other models, such as those of embeddings, a base_url of their own."
+        )
+        self._tell(http.path, f"was answered with 404. {text}")
+        return _error(404, text, code="not_found")
+
+    async def _answer(self, body: dict[str, Any], asked: Asked, episode: AgentEpisode) -> Answer:
+        for name in episode.ignored(asked):
+            self._tell(name, f"asks for {name}. {_IGNORED}")
+        if body.get("model") not in (None, MODEL):
+            answers = f"The policy answers, whose name is {MODEL!r}."
+            self._tell("model", f"asks for the model {body['model']!r:.100}. {answers}")
+        return await episode.answer(asked)
+
+    def _tell(self, what: str, text: str) -> None:
+        if what not in self._told and len(self._told) < _MOST_TOLD:
+            self._told.add(what)
+            logger.warning("A request of an agent %s (Told once.)", text)
 
     async def _models(self, http: web.Request, episode: AgentEpisode) -> web.StreamResponse:
         return web.json_response({"object": "list", "data": [self._card()]})
@@ -188,10 +219,10 @@ def _keep_conversation(
 async def _body(http: web.Request, episode: AgentEpisode) -> dict[str, Any]:
     try:
         received = await read_body(http, MAX_BODY_BYTES)
-        body = await episode.in_thread(lambda: json.loads(received))
+        body = await episode.in_thread(lambda: strict_json.loads(received.decode("utf-8-sig")))
     except (HttpProcessingError, web.RequestPayloadError) as error:
         raise BadRequest("The body is not what its headers say, or is incomplete.") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise BadRequest(f"The body must be JSON: {error}.") from error
     if not isinstance(body, dict):
         raise BadRequest(f"The body must be a JSON object, got a {type(body).__name__}.")

@@ -19,7 +19,8 @@ import numpy as np
 from torchtitan.grpo.rollout.agents.exchange import Answer, Asked, BadRequest, Choice, make_call
 from torchtitan.grpo.rollout.agents.programs import MODEL, REWARD, Access, finite_number
 from torchtitan.grpo.rollout.agents.rows import EpisodeRows, Row
-from torchtitan.grpo.rollout.agents.tool_calls import Parser, Spoken
+from torchtitan.grpo.rollout.agents.thinking import THINKING_MARKS, divided
+from torchtitan.grpo.rollout.agents.tool_calls import CALL_MARKS, Parser, Spoken, ToolCall
 from torchtitan.grpo.rollout.agents.transcript import Context, Message, Transcript
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher, Server
 from torchtitan.grpo.rollout.serving.requests import Sampling
@@ -32,8 +33,6 @@ from torchtitan.grpo.types import Generation, Prompt, as_context, joined
 # through after each. They double from the first number to the second: each sends the whole context again,
 # and what is written behind a stop string is lost.
 _STOP_SEGMENTS = 64, 512
-# What follows is the answer, and what is before it the model's thinking.
-_THINK_END = "</think>"
 # Ids of tool calls are of the length that every chat template accepts.
 _CALL_ID_CHARS, _CALL_ID_LEN = string.ascii_letters + string.digits, 9
 # Requests of one episode that are read and tokenized at once: other episodes need threads as well.
@@ -265,8 +264,11 @@ class AgentEpisode:
         counts = self._settings.counts
         self.counts["requests"] += asked.number
         self.counts["conversations"] += not context.is_known
-        counts["ignored"] += bool(asked.ignored)
-        counts["ignored"] += bool(asked.sampling) and not self._settings.allow_sampling
+        counts["ignored"] += bool(self.ignored(asked))
+
+    def ignored(self, asked: Asked) -> tuple[str, ...]:
+        """Names of what a request asks for and does not get."""
+        return asked.ignored + (() if self._settings.allow_sampling else tuple(asked.sampling))
 
     @contextmanager
     def _generating(self) -> Iterator[None]:
@@ -290,7 +292,7 @@ class AgentEpisode:
         """Writes the answer of this number in the episode."""
         written, stopped = await self._generate(asked, context, room, number)
         # In a thread: long answers take milliseconds to decode.
-        return await asyncio.to_thread(self._choice, asked, written, stopped), written
+        return await asyncio.to_thread(self._choice, asked, context, written, stopped), written
 
     def _keep(
         self, row: Row, asked: Asked, context: Context, written: Generation, choice: Choice
@@ -328,11 +330,26 @@ class AgentEpisode:
             )
             written = joined(written, part)
             if asked.stop:
-                found = await asyncio.to_thread(_stopped, written, asked.stop, settings.codec)
+                found = await asyncio.to_thread(self._stopped, asked, written)
                 if found is not None:
                     return found
             if written.finish_reason != "length" or len(written.token_ids) >= room:
                 return written, None
+
+    def _stopped(self, asked: Asked, written: Generation) -> tuple[Generation, _Stop] | None:
+        """Cuts an answer behind the token that completes the first stop string in its text."""
+        ids = written.token_ids.tolist()
+        text = self._text(asked, ids)
+        found = [_Stop(place, one) for one in asked.stop if (place := text.find(one)) >= 0]
+        if not found:
+            return None
+        first = min(found)
+        low, high = 1, len(ids)
+        while low < high:
+            middle = (low + high) // 2
+            is_enough = self._text(asked, ids[:middle]).find(first.text) >= 0
+            low, high = (low, middle) if is_enough else (middle + 1, high)
+        return replace(_beginning(written, low), finish_reason="stop"), first
 
     def _sampling(self, asked: Asked) -> Sampling:
         settings = self._settings
@@ -340,36 +357,40 @@ class AgentEpisode:
             return settings.sampling
         return replace(settings.sampling, **asked.sampling)
 
-    def _choice(self, asked: Asked, written: Generation, stopped: _Stop | None) -> Choice:
-        codec = self._settings.codec
-        ids = written.token_ids.tolist()
-        text, reasoning, spoken = codec.decode(ids), "", None
+    def _text(self, asked: Asked, ids: list[int]) -> str:
+        """The text of an answer, with the special tokens that divide it, if they may."""
+        marks = () if asked.messages is None else THINKING_MARKS
+        marks += CALL_MARKS if self._may_call(asked) else ()
+        return self._settings.codec.decode(ids, marks)
+
+    def _may_call(self, asked: Asked) -> bool:
+        return bool(asked.tools) and asked.may_call and self._settings.parser is not None
+
+    def _choice(
+        self, asked: Asked, context: Context, written: Generation, stopped: _Stop | None
+    ) -> Choice:
+        codec, ids = self._settings.codec, written.token_ids.tolist()
+        text, reasoning = self._text(asked, ids), ""
         text = text[: stopped.place] if stopped is not None else text
         if asked.messages is not None:
-            reasoning, text = _without_thinking(text)
-            if asked.tools and asked.may_call and self._settings.parser is not None:
-                spoken = self._spoken(asked, ids, text)
-        spoken = spoken or Spoken(text, [])
-        reason = "tool_calls" if spoken.calls else str(written.finish_reason)
+            reasoning, text, _ = divided(text, context.thinking)
+        spoken = Spoken(text, [])
+        if self._may_call(asked) and self._settings.parser is not None:
+            spoken = self._settings.parser(text, asked.tools)
+        is_cut = written.finish_reason == "length"
+        shown = ids if asked.wants_logprobs else []
         return Choice(
             token_ids=ids,
-            token_texts=[codec.decode_exactly([i]) for i in ids if asked.wants_logprobs],
+            token_texts=[codec.decode_exactly([i]) for i in shown],
+            token_bytes=[codec.token_bytes(i) for i in shown],
             logprobs=written.logprobs.tolist(),
-            finish_reason=reason,
+            finish_reason="tool_calls" if spoken.calls and not is_cut else written.finish_reason,
             text=spoken.text,
             stop_reason=stopped.text if stopped is not None else None,
             reasoning=reasoning,
             calls=spoken.calls,
-            call_ids=[_call_id() for _ in spoken.calls],
+            call_ids=_call_ids(spoken.calls),
         )
-
-    def _spoken(self, asked: Asked, ids: list[int], text: str) -> Spoken | None:
-        """Reads tool calls, whose marks may be special tokens, which the text does not have."""
-        assert self._settings.parser is not None
-        is_ended = bool(ids) and ids[-1] in self._settings.sampling.stop_token_ids
-        exact = self._settings.codec.decode_exactly(ids[:-1] if is_ended else ids)
-        spoken = self._settings.parser(_without_thinking(exact)[1], asked.tools)
-        return spoken if spoken.calls else Spoken(text, [])
 
     def _note(self, asked: Asked, context: Context, written: Generation, choice: Choice) -> None:
         """Adds the answer to what later requests may begin with."""
@@ -394,24 +415,6 @@ class AgentEpisode:
         self._transcript.add([*before, message], asked.tools, context, ids, is_cut=is_cut)
 
 
-def _stopped(
-    written: Generation, stop: tuple[str, ...], codec: TextCodec
-) -> tuple[Generation, _Stop] | None:
-    """Cuts an answer behind the token that completes the first stop string in its text."""
-    ids = written.token_ids.tolist()
-    text = codec.decode(ids)
-    found = [_Stop(place, one) for one in stop if (place := text.find(one)) >= 0]
-    if not found:
-        return None
-    first = min(found)
-    low, high = 1, len(ids)
-    while low < high:
-        middle = (low + high) // 2
-        is_enough = codec.decode(ids[:middle]).find(first.text) >= 0
-        low, high = (low, middle) if is_enough else (middle + 1, high)
-    return replace(_beginning(written, low), finish_reason="stop"), first
-
-
 def _beginning(written: Generation, num_tokens: int) -> Generation:
     """The first tokens of an answer."""
     segments = [
@@ -427,15 +430,12 @@ def _beginning(written: Generation, num_tokens: int) -> Generation:
     )
 
 
-def _without_thinking(text: str) -> tuple[str, str]:
-    thinking, end, answer = text.partition(_THINK_END)
-    if not end:
-        return "", text
-    return thinking.strip().removeprefix("<think>").strip(), answer.lstrip("\n")
-
-
-def _call_id() -> str:
-    return "".join(secrets.choice(_CALL_ID_CHARS) for _ in range(_CALL_ID_LEN))
+def _call_ids(calls: list[ToolCall]) -> list[str]:
+    """Ids that the model wrote, if each is another one, because it reads them beside results."""
+    written = [call.id for call in calls]
+    if "" not in written and len(set(written)) == len(written):
+        return written
+    return ["".join(secrets.choice(_CALL_ID_CHARS) for _ in range(_CALL_ID_LEN)) for _ in calls]
 
 
 def parsed_reward(body: Any) -> float:

@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchtitan.grpo.rollout.agents.tool_calls import ToolCall, read_json
+from torchtitan.grpo import strict_json
+from torchtitan.grpo.rollout.agents.tool_calls import ToolCall
 from torchtitan.grpo.rollout.agents.transcript import Message
 
 _MOST_CHOICES = 64
@@ -23,6 +24,8 @@ _IS_VALID: dict[str, Callable[[Any], bool]] = {
 _DEFAULTS: dict[str, Any] = {
     "min_p": 0, "frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1,
     "logit_bias": {}, "response_format": {"type": "text"}, "min_tokens": 0,
+    "parallel_tool_calls": True, "structured_outputs": {}, "text.format": {"type": "text"},
+    "tool_choice": "auto",
 }  # fmt: skip
 """Parameters that are not supported, with the value that means nothing."""
 
@@ -72,6 +75,7 @@ class Choice:
 
     token_ids: list[int]
     token_texts: list[str]
+    token_bytes: list[bytes]
     logprobs: list[float]
     finish_reason: str
     text: str
@@ -88,8 +92,8 @@ class Choice:
         if self.calls:
             message["content"] = self.text or None
             message["tool_calls"] = [
-                {"id": call_id, "type": "function", "function": call._asdict()}
-                for call_id, call in zip(self.call_ids, self.calls, strict=True)
+                {"id": one, "type": "function", "function": {"name": name, "arguments": arguments}}
+                for one, (name, arguments, _) in zip(self.call_ids, self.calls, strict=True)
             ]
         return message
 
@@ -143,7 +147,12 @@ def sampling_of(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def ignored_in(body: Mapping[str, Any]) -> tuple[str, ...]:
-    return tuple(name for name, off in _DEFAULTS.items() if body.get(name, off) not in (off, None))
+    text, asked = body.get("text"), dict(body)
+    if isinstance(text, dict):  # of the route of responses
+        asked["text.format"] = text.get("format")
+    if asked.get("tool_choice") == "none":  # which is not ignored
+        del asked["tool_choice"]
+    return tuple(name for name, off in _DEFAULTS.items() if asked.get(name, off) not in (off, None))
 
 
 def stop_strings(body: Mapping[str, Any]) -> tuple[str, ...]:
@@ -224,8 +233,8 @@ def make_call(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
     """Makes a call as chat templates take it, with its arguments as an object."""
     if isinstance(arguments, str):
         with contextlib.suppress(ValueError):  # shown as it is
-            arguments = read_json(arguments)
-    function = {"name": name, "arguments": {} if arguments is None else arguments}
+            arguments = strict_json.loads(arguments)
+    function = {"name": name, "arguments": {} if arguments in (None, "") else arguments}
     return {"id": call_id, "type": "function", "function": function}
 
 

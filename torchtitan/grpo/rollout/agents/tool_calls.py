@@ -3,18 +3,27 @@
 
 """Reads the tool calls that a model wrote, in the form in which its chat template writes them.
 
-The form is found by letting the template render a call. A call that cannot be read stays text, as
-on inference servers.
+The form is found by letting the template render a call. What cannot be read as a whole call stays
+text.
 """
 
+import contextlib
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
+from torchtitan.grpo import strict_json
+from torchtitan.grpo.rollout.agents.tagged_calls import BEHIND_CALL, read_function
 from torchtitan.grpo.rollout.chat_template import ChatTemplate
 
-_NAME = "qzfunction"
+CALL_MARKS = (
+    "<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]",
+    "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>",
+    "<｜tool▁sep｜>",
+)  # fmt: skip
+"""What marks calls: special tokens of some tokenizers, which the text of an answer then lacks."""
+_NAME, _ARGUMENTS = "qzfunction", {"k": "v"}
 _TOOL = {
     "type": "function",
     "function": {"name": _NAME, "description": "?", "parameters": {"type": "object"}},
@@ -24,6 +33,7 @@ _TOOL = {
 class ToolCall(NamedTuple):
     name: str
     arguments: str  # a JSON object
+    id: str = ""  # as the model wrote it
 
 
 class Spoken(NamedTuple):
@@ -35,175 +45,138 @@ class Spoken(NamedTuple):
 
 Parser = Callable[[str, Sequence[dict[str, Any]]], Spoken]
 """Takes what a model wrote, and the tools that it was shown."""
+_Read = Callable[[re.Match[str]], tuple[list[ToolCall], int]]
+"""Reads the calls behind the match of their beginning, and where they end; raises ValueError."""
 
 
 def parser_of(template: ChatTemplate) -> Parser | None:
     """Returns the parser of the template's calls, or None if it writes none, or in no known form."""
-    if not _prints_tools(template):
+    function = {"name": _NAME, "arguments": _ARGUMENTS}
+    call = {"id": "abcdefghi", "type": "function", "function": function}
+    begin = [{"role": "user", "content": "?"}]
+    turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+    try:
+        if _NAME not in template.render(begin, tools=[_TOOL]):
+            return None
+        written, before = template.render([*begin, turn], opens_turn=False), template.render(begin)
+    except ValueError:
         return None
-    written = _sample_call(template)
-    for mark, parser in _PARSERS.items():
-        if mark in written:
+    wanted = [(_NAME, json.dumps(_ARGUMENTS, allow_nan=False))]
+    for parser in _PARSERS.values():
+        if [call[:2] for call in parser(written.removeprefix(before), [_TOOL]).calls] == wanted:
             return parser
     return None
 
 
-def _prints_tools(template: ChatTemplate) -> bool:
-    try:
-        return _NAME in template.render([{"role": "user", "content": "?"}], tools=[_TOOL])
-    except ValueError:
-        return False
+def _json_form(begin: str, end: str) -> Parser:
+    """Makes a parser of calls in JSON between two patterns; ``begin`` may have a name and an id."""
+    begins, ends = re.compile(begin), re.compile(end)
+
+    def parse(text: str, tools: Sequence[dict[str, Any]]) -> Spoken:
+        def read(found: re.Match[str]) -> tuple[list[ToolCall], int]:
+            value, place = strict_json.load_at(text, found.end())
+            groups = found.groupdict()
+            if groups.get("name"):
+                value = {"name": found["name"], "arguments": value, "id": groups.get("id")}
+            behind = ends.match(text, place)
+            if behind is None:
+                raise ValueError("there is more behind a call")
+            return _calls(value), behind.end()
+
+        return _cut_out(text, begins, read)
+
+    return parse
 
 
-def _sample_call(template: ChatTemplate) -> str:
-    """Returns a rendered call without what comes before it, where tools may be explained."""
-    call = {
-        "id": "abcdefghi",
-        "type": "function",
-        "function": {"name": _NAME, "arguments": {"k": "v"}},
-    }
-    begin = [{"role": "user", "content": "?"}]
-    turn = {"role": "assistant", "content": "", "tool_calls": [call]}
-    try:
-        before = template.render(begin, opens_turn=False)
-        return template.render([*begin, turn], opens_turn=False).removeprefix(before)
-    except ValueError:
-        return ""
+def _parse_xml(text: str, tools: Sequence[dict[str, Any]]) -> Spoken:
+    schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}
 
+    def read(found: re.Match[str]) -> tuple[list[ToolCall], int]:
+        calls, place = [], found.start(1)
+        with contextlib.suppress(ValueError):
+            while True:
+                name, arguments, place = read_function(text, place, schemas)
+                calls.append(ToolCall(name, json.dumps(arguments, allow_nan=False)))
+        behind = BEHIND_CALL.match(text, place)
+        return calls, behind.end() if behind else place
 
-def _parse_tagged(text: str, tools: Sequence[dict[str, Any]]) -> Spoken:
-    """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``: Hermes, Qwen 2.5 and 3."""
-    return _cut_out(_TAGGED, text, lambda found: _json_call(found[1]))
-
-
-def _parse_functions(text: str, tools: Sequence[dict[str, Any]]) -> Spoken:
-    """``<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>``: Qwen3-Coder."""
-    schemas = {tool["function"]["name"]: tool["function"] for tool in tools}
-
-    def read(found: re.Match[str]) -> ToolCall:
-        name = found[1].strip()
-        schema = schemas.get(name, {}).get("parameters")
-        arguments = {
-            key.strip(): _typed(value, _get(_get(schema, "properties"), key.strip()))
-            for key, value in _PARAMETER.findall(found[2])
-        }
-        return ToolCall(name, json.dumps(arguments, allow_nan=True))
-
-    return _cut_out(_FUNCTION, text, read)
+    return _cut_out(text, _FUNCTION, read)
 
 
 def _parse_plain(text: str, tools: Sequence[dict[str, Any]]) -> Spoken:
-    """A message that is nothing but ``{"name": ..., "parameters": {...}}``: Llama 3."""
-    stripped = text.strip().removeprefix("<|python_tag|>").strip()
-    try:
-        return Spoken("", [_json_call(part) for part in _json_values(stripped, separator=";")])
-    except ValueError:
-        return Spoken(text, [])
+    """JSON without end marks is a call only if it names a given tool and has arguments."""
+    names = [tool["function"]["name"] for tool in tools]
+    before, mark, rest = text.partition("<|python_tag|>")
+    before, rest = (before, rest.lstrip()) if mark else ("", text.lstrip())
+    calls: list[ToolCall] = []
+    while rest:
+        try:
+            value, end = strict_json.load_at(rest, 0)
+            calls += _calls(value, names)
+        except ValueError:
+            break
+        rest = rest[end:].lstrip("; \t\r\n")
+    return Spoken((before + rest).strip(), calls) if calls else Spoken(text, [])
 
 
-def _parse_marked(text: str, tools: Sequence[dict[str, Any]]) -> Spoken:
-    """``[TOOL_CALLS]`` before a list of calls, or before each as ``NAME{...}``: Mistral."""
-    before, *parts = text.split(_MARK)
-    try:
-        calls = [call for part in parts for call in _marked_calls(part.strip())]
-    except ValueError:
-        return Spoken(text, [])
-    return Spoken(before if calls else text, calls)
+_FUNCTION = re.compile(r"(?:<tool_call>\s*|^[ \t]*)(<function=)", re.MULTILINE)
+_CALL_ID = re.compile(r"[a-zA-Z0-9]{9}")
 
-
-def _marked_calls(part: str) -> Iterator[ToolCall]:
-    if part.startswith("["):
-        yield from (_json_call(call) for call in _json_values(part)[0])
-        return
-    name, brace, rest = part.partition("{")
-    if not brace:
-        raise ValueError("a call needs arguments")
-    yield _json_call(
-        {"name": name.strip().removesuffix("[ARGS]"), "arguments": read_json(brace + rest)}
-    )
-
-
-_TAGGED = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
-_FUNCTION = re.compile(
-    r"<tool_call>\s*<function=([^>\n]+)>(.*?)</function>\s*</tool_call>", re.DOTALL
-)
-_PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
-_MARK = "[TOOL_CALLS]"
-
-# By what a rendered call contains, in the order in which they are tried.
+# Tried in this order on a call that the template has rendered.
 _PARSERS: dict[str, Parser] = {
-    f"<function={_NAME}>": _parse_functions,
-    "<tool_call>": _parse_tagged,
-    _MARK: _parse_marked,
-    f'"{_NAME}"': _parse_plain,
+    # <tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>
+    "Qwen3-Coder": _parse_xml,
+    # <tool_call>{"name": ..., "arguments": {...}}</tool_call>, which Qwen 2.5 and 3 write as well
+    "Hermes": _json_form(r"<tool_call>\s*(?=\{|\[\s*\{)", BEHIND_CALL.pattern),
+    # [TOOL_CALLS] before a list of calls, or before each as NAME[CALL_ID]ID[ARGS]{...}
+    "Mistral": _json_form(
+        r"\[TOOL_CALLS\]\s*(?:(?P<name>[^\s\[\]{}]+)\s*(?:\[CALL_ID\]\s*(?P<id>\w+)\s*)?"
+        r"(?:\[ARGS\]\s*)?(?=\{|null)|(?=\{|\[\s*\{))",
+        "",
+    ),
+    # V3.1: <｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{...}<｜tool▁call▁end｜>. V3 and R1: function
+    # <｜tool▁sep｜>NAME, and the arguments as a block of code.
+    "DeepSeek": _json_form(
+        r"(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?"
+        r"(?P<name>[^\s<]+)(?:\n```json|<｜tool▁sep｜>)\s*",
+        r"(?:\s*(?:```\s*)?<｜tool▁call▁end｜>(?:\s*<｜tool▁calls▁end｜>)?)?",
+    ),
+    # A message that begins with {"name": ..., "parameters": {...}}
+    "Llama 3": _parse_plain,
 }
 
 
-def _cut_out(
-    pattern: re.Pattern[str], text: str, read: Callable[[re.Match[str]], ToolCall]
-) -> Spoken:
+def _cut_out(text: str, begin: re.Pattern[str], read: _Read) -> Spoken:
     calls: list[ToolCall] = []
-
-    def take(found: re.Match[str]) -> str:
-        try:
-            calls.append(read(found))
-        except ValueError:
-            return found[0]
-        return ""
-
-    rest = pattern.sub(take, text)
-    return Spoken(rest.strip() if calls else text, calls)
+    kept, place = [], 0
+    while found := begin.search(text, place):
+        new, end = [], 0
+        with contextlib.suppress(ValueError):
+            new, end = read(found)
+        kept.append(text[place : found.start() if new else found.end()])
+        calls, place = calls + new, end if new else found.end()
+    return Spoken("".join([*kept, text[place:]]).strip(), calls) if calls else Spoken(text, [])
 
 
-def _json_call(value: Any) -> ToolCall:
-    """Raises ValueError if that is no call."""
-    call = read_json(value) if isinstance(value, str) else value
-    if not (isinstance(call, dict) and isinstance(call.get("name"), str)):
+def _calls(value: Any, names: Collection[str] | None = None) -> list[ToolCall]:
+    """Reads a call, or a list of calls; with ``names``, of these functions. Raises ValueError."""
+    found = [_call(one, names) for one in (value if isinstance(value, list) else [value])]
+    if not found:
+        raise ValueError("there is no call")
+    return found
+
+
+def _call(value: Any, names: Collection[str] | None) -> ToolCall:
+    if not (isinstance(value, dict) and isinstance(name := value.get("name"), str) and name):
         raise ValueError("a call needs a name")
-    arguments = call.get("arguments", call.get("parameters", {}))
-    if isinstance(arguments, str):
-        arguments = read_json(arguments)
-    if not isinstance(arguments, dict):
+    arguments = value.get("arguments", value.get("parameters", ""))
+    if names is not None and (name not in names or arguments == ""):
+        raise ValueError("this is no call of a tool")
+    if isinstance(arguments, str) and arguments:
+        arguments = strict_json.loads(arguments)
+    if not isinstance(arguments := {} if arguments in (None, "") else arguments, dict):
         raise ValueError("arguments must be an object")
-    return ToolCall(call["name"], json.dumps(arguments, allow_nan=True))
-
-
-def _json_values(text: str, separator: str = "") -> list[Any]:
-    """Reads one or more JSON values. Raises ValueError if there is anything else."""
-    decoder, found, rest = json.JSONDecoder(), [], text
-    while True:
-        try:
-            value, end = decoder.raw_decode(rest)
-        except RecursionError as error:
-            raise ValueError(str(error)) from error
-        found.append(value)
-        rest = rest[end:].strip()
-        if not rest:
-            return found
-        if not (separator and rest.startswith(separator)):
-            raise ValueError(f"there is more behind a call: {rest!r:.50}")
-        rest = rest.removeprefix(separator).strip()
-
-
-def _get(value: Any, key: str) -> Any:
-    """A part of a schema, which a client may have sent in any form."""
-    return value.get(key) if isinstance(value, dict) else None
-
-
-def _typed(value: str, schema: Any) -> Any:
-    """The value of a parameter without quotes: text, unless its schema says otherwise."""
-    kind = _get(schema, "type")
-    if kind in (None, "string"):
-        return value
-    try:
-        return read_json(value)
-    except ValueError:
-        return value
-
-
-def read_json(text: str) -> Any:
-    """Raises ValueError, also if it is nested so deeply that it cannot be read."""
-    try:
-        return json.loads(text)
-    except RecursionError as error:
-        raise ValueError(str(error)) from error
+    call_id = str(value.get("id"))
+    return ToolCall(
+        name, json.dumps(arguments, allow_nan=False), call_id if _CALL_ID.fullmatch(call_id) else ""
+    )

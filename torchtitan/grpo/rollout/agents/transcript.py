@@ -9,19 +9,19 @@ and only what follows is tokenized. Nothing that the model wrote is tokenized a 
 program has rewritten a message, the chat template renders the whole conversation.
 
 Two messages are the same if their role, text and tool calls are: programs leave out fields,
-strip white space, and write the JSON of arguments anew.
+strip white space, and write the JSON of arguments anew, with ``1`` for ``1.0`` in some languages.
 """
 
 import contextlib
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from torchtitan.grpo.rollout.agents.tool_calls import read_json
+from torchtitan.grpo.rollout.agents.thinking import divided, opened_by
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 
 Message = dict[str, Any]
@@ -33,12 +33,14 @@ class Context:
     """What a request shows to the model. ``text`` is only that behind ``said``.
 
     ``is_known``: it begins with what the episode has had, or repeats an earlier request.
+    ``thinking`` is the state of the model's thinking (`thinking.py`).
     """
 
     token_ids: list[int]
     text: str = ""
     said: "_Said | None" = None
     is_known: bool = False
+    thinking: str | None = None
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ class _Said:
     own_ids: np.ndarray
     own_text: str
     is_cut: bool
+    thinking: str | None
 
     def token_ids(self) -> list[int]:
         return np.concatenate([part.own_ids for part in self.parts()]).tolist()
@@ -95,8 +98,11 @@ class Transcript:
         if continues and messages and messages[-1]["role"] == "assistant":
             said = self._of_messages.get(digests[-1])
             if said is not None and said.is_cut:
-                return Context(said.token_ids(), said=said, is_known=True)
-            return self._continued(messages, tools)
+                ids = said.token_ids()
+                return Context(ids, said=said, is_known=True, thinking=said.thinking)
+            context = self._new(self._codec.unfinished_text(messages, tools))
+            _, _, thinking = divided(messages[-1].get("content") or "", None)
+            return replace(context, thinking=thinking)
         said_up_to = [n for n, digest in enumerate(digests, 1) if digest in self._of_messages]
         said = self._of_messages[digests[said_up_to[-1] - 1]] if said_up_to else None
         if said is not None and not self._templated:
@@ -127,12 +133,14 @@ class Transcript:
         is_cut: bool = False,
     ) -> None:
         """Notes what the model wrote: the last of ``messages``, or the rest of a plain text."""
+        written = self._codec.decode_exactly(turn_ids)
         num_before = sum(len(part.own_ids) for part in context.said.parts()) if context.said else 0
         said = _Said(
             context.said,
             np.array([*context.token_ids[num_before:], *turn_ids], np.int32),
-            context.text + self._codec.decode_exactly(turn_ids),
+            context.text + written,
             is_cut,
+            divided(written, context.thinking)[2],
         )
         if messages is None:
             self._of_text.append(said)
@@ -141,13 +149,11 @@ class Transcript:
 
     def _longer(self, rest: str, said: _Said) -> Context:
         ids = [*said.token_ids(), *self._codec.encode_continuation(rest)]
-        return Context(ids, rest, said, is_known=True)
+        return Context(ids, rest, said, is_known=True, thinking=opened_by(rest))
 
     def _new(self, text: str, *, is_known: bool = False) -> Context:
-        return Context(self._codec.encode_continuation(text), text, is_known=is_known)
-
-    def _continued(self, messages: Sequence[Message], tools: Tools) -> Context:
-        return self._new(self._codec.unfinished_text(messages, tools))
+        ids = self._codec.encode_continuation(text)
+        return Context(ids, text, is_known=is_known, thinking=opened_by(text))
 
 
 def _digests(messages: Sequence[Message], tools: Tools) -> list[bytes]:
@@ -173,8 +179,13 @@ def _meaning(message: Message) -> str:
     return json.dumps([message["role"], text, calls, answered], sort_keys=True, allow_nan=True)
 
 
-def _arguments(arguments: Any) -> Any:
-    try:
-        return read_json(arguments) if isinstance(arguments, str) else arguments
-    except ValueError:
-        return arguments
+def _arguments(value: Any) -> Any:
+    """A copy whose numbers are all floats, as JavaScript and others hold them."""
+    if isinstance(value, dict):
+        return {key: _arguments(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_arguments(one) for one in value]
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        with contextlib.suppress(OverflowError):
+            return float(value) + 0.0  # not -0.0
+    return value

@@ -1,0 +1,78 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""What models write, in each form of calls, and the text and the calls that it is.
+
+``tool_call_texts.jsonl`` has the tools in its first line, and then the texts. Values of calls are
+compared as JSON: 1 is not 1.0.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchtitan.grpo.rollout.agents import tool_calls
+from torchtitan.grpo.rollout.agents.thinking import divided, opened_by
+
+FILE = Path(__file__).parent / "tool_call_texts.jsonl"
+FIRST, *TEXTS = map(json.loads, FILE.read_text().splitlines())
+TOOLS = FIRST["tools"]
+
+
+@pytest.mark.parametrize("one", TEXTS, ids=[f"{one['form']}: {one['case']}" for one in TEXTS])
+def test_what_a_model_wrote_is_read_as_it_was_meant(one: dict[str, Any]) -> None:
+    _, answer, _ = divided(one["text"], None)
+    spoken = tool_calls._PARSERS[one["form"]](answer, TOOLS)
+    calls = [[call.name, json.loads(call.arguments)] for call in spoken.calls]
+    assert (spoken.text, json.dumps(calls)) == (one["content"], json.dumps(one["calls"]))
+
+
+@pytest.mark.parametrize("form", tool_calls._PARSERS)
+def test_an_answer_that_is_cut_anywhere_has_whole_calls_or_none(form: str) -> None:
+    whole = next(one for one in TEXTS if one["form"] == form and len(one["calls"]) == 2)
+    for end in range(len(whole["text"])):
+        spoken = tool_calls._PARSERS[form](whole["text"][:end], TOOLS)
+        calls = [[call.name, json.loads(call.arguments)] for call in spoken.calls]
+        assert calls == whole["calls"][: len(calls)]
+        assert calls or spoken.text == whole["text"][:end]
+
+
+@pytest.mark.parametrize(
+    ("ids", "kept"),
+    [
+        (["abc123XYZ", "abc123XYW"], ["abc123XYZ", "abc123XYW"]),
+        (["short", "abc123XYZ"], ["", "abc123XYZ"]),
+        (["abc-23XYZ", "abc123XYZ0"], ["", ""]),
+    ],
+)
+def test_ids_that_a_model_wrote_are_kept_if_templates_take_them(
+    ids: list[str], kept: list[str]
+) -> None:
+    calls = [{"name": "f", "arguments": {}, "id": one} for one in ids]
+    spoken = tool_calls._PARSERS["Mistral"]("[TOOL_CALLS] " + json.dumps(calls), TOOLS)
+    assert [call.id for call in spoken.calls] == kept
+
+
+@pytest.mark.parametrize(
+    ("shown", "written", "thinking", "answer"),
+    [
+        ("a:", "<think>\nt\n</think>\n\n4", "t", "4"),
+        ("a:", "<think>t", "t", ""),
+        ("a:", "t</think>4", "", "t</think>4"),
+        ("a:", "4 <think>t</think>", "", "4 <think>t</think>"),
+        ("a:<think>\n", "t\n</think>\n\n4</think>", "t", "4</think>"),
+        ("a:<think>\n", "<think>t</think>4", "t", "4"),
+        ("a:<think>\n", "t", "t", ""),
+        ("a:<think>", "t [/THINK] u</think>4", "t [/THINK] u", "4"),
+        ("a:<think>\n\n</think>\n\n", "The tag </think> ends it.", "", "The tag </think> ends it."),
+        ("a:<think>\n\n</think>\n\n", "<think> begins it", "", "<think> begins it"),
+        ("a:</think>", "4", "", "4"),
+        ("a:", "[THINK]t</think>[/THINK]4", "t</think>", "4"),
+    ],
+)
+def test_thinking_is_what_stands_between_its_tags(
+    shown: str, written: str, thinking: str, answer: str
+) -> None:
+    assert divided(written, opened_by(shown))[:2] == (thinking, answer)
