@@ -149,6 +149,12 @@ def of_launch(monkeypatch, name: str, count: int = 0) -> None:
 
 
 @pytest.fixture(autouse=True)
+def own_folder(tmp_path, monkeypatch) -> None:
+    """What is removed by mistake, such as the path "", must not be the folder that tests run in."""
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(autouse=True)
 def fast_record(monkeypatch) -> None:
     monkeypatch.setattr(start_record, "environment", lambda *_: {})
     monkeypatch.setattr(os, "fsync", lambda _: None)  # the machine goes on
