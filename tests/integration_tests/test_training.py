@@ -87,10 +87,11 @@ def test_a_run_resumes_from_its_checkpoint(make_run):
         assert record["time/boundary_stall_seconds"] >= record["weight_sync/push_seconds"]
     assert (first.folder / "rollouts/step-4.msgpack").is_file()
     changes = ("--training.steps=6", "--optimizer.lr=1e-4", "--lr_scheduler.warmup_steps=0")
+    changes = (*changes, "--lr_scheduler.decay_ratio=1.0")
     second = make_run(*SMALL, *checkpoint, *changes).succeed()
     assert second.folder == first.folder
     assert [record["lr"] for record in second.metrics[4:]] == pytest.approx([1e-4 / 3, 1e-4 / 6])
-    assert "optimizer.lr: 0.0007 -> 0.0001, takes effect from step 5" in second.console
+    assert "optimizer.lr: 0.0003 -> 0.0001, takes effect from step 5" in second.console
     assert [path.name for path in sorted((second.folder / "starts").glob("[0-9]*"))] == ["1", "2"]
     assert [record["step"] for record in second.metrics] == [1, 2, 3, 4, 5, 6]
     assert second.summary["server_version"] == 6

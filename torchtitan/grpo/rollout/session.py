@@ -307,7 +307,7 @@ def make_teacher_pool(
         model_path=settings.model_path,
         top_k=settings.top_k,
     )
-    return TeacherPool(clients, settings, needs, drops=drops, say=say)
+    return TeacherPool(clients, settings, needs, drops=drops, announce=say)
 
 
 class EvaluationSession(_Session):

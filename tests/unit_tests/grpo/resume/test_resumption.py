@@ -89,11 +89,11 @@ def test_each_setting_that_differs_is_named_with_what_becomes_of_it(world):
         "--rollout.temperature=0.5", "--prompts.balance_cost=tokens", "--observe.progress=none",
     ).splitlines()[1:]  # fmt: skip
     assert [line.strip() for line in lines] == [
-        "optimizer.lr: 0.0007 -> 5e-06, takes effect from step 41",
-        "lr_scheduler.warmup_steps: 20 -> 3, takes effect from step 41",
+        "optimizer.lr: 0.0003 -> 5e-06, takes effect from step 41",
+        "lr_scheduler.warmup_steps: 10 -> 3, takes effect from step 41",
         "training.seq_len: 256 -> 128, takes effect from step 41",
         'prompts.balance_cost: "flops" -> "tokens", takes effect from step 41',
-        "rollout.temperature: 1.0 -> 0.5, takes effect from step 41",
+        "rollout.temperature: 0.8 -> 0.5, takes effect from step 41",
         "Rollouts kept beside the checkpoint were made under the old training.seq_len and "
         "rollout.temperature. They are not used; their prompts are sampled again.",
     ]
@@ -186,7 +186,7 @@ def test_more_steps_do_not_make_the_learning_rate_jump(world):
     assert longer.record.schedule_steps == 150
     text = world.describe(decaying, "--training.steps=300")
     assert "training.steps: 150 -> 300, takes effect: the run ends after step 300" in text
-    assert "The learning rate goes on without a jump (5.38e-06 in step 151): its schedule" in text
+    assert "The learning rate goes on without a jump (2.14e-06 in step 151): its schedule" in text
     assert "Add --lr_scheduler.total_steps 300" in text
     world.checkpoint(200, longer.record)
     assert world.plan(decaying, "--training.steps=300").record.schedule_steps == 150

@@ -124,13 +124,13 @@ class TeacherPool:
         needs: TeacherNeeds,
         *,
         drops: DropLog | None = None,
-        say: Callable[[str], object] = logger.info,
+        announce: Callable[[str], object] = logger.info,
     ) -> None:
         assert clients, "a pool has a teacher"
         self._teachers = [Server(client, version=0) for client in clients]
         self._settings, self._needs = settings, needs
         self._drops = drops or DropLog()
-        self._say = say
+        self._announce = announce
         self._places = asyncio.Semaphore(settings.max_concurrent_requests * len(clients))
         self._checking = asyncio.Lock()
         self._in_question: Server | None = None  # is being asked for the probe tokens
@@ -150,7 +150,7 @@ class TeacherPool:
             [],
             timeout_seconds,
             check=self._check,
-            tell=self._say,
+            tell=self._announce,
             kind="teacher",
             urls_key="teacher.urls",
         )
