@@ -254,10 +254,8 @@ def _learning_rate(found: Findings, is_lora: bool) -> dict[str, Any]:
 
 def _answers_text(found: Findings) -> str:
     if not (num_tokens := found.answer_tokens):
-        is_known = found.reward.is_builtin
-        return (
-            f"{'results alone do not tell' if is_known else 'nothing tells'} the length of answers"
-        )
+        subject = "results alone do not tell" if found.reward.is_builtin else "nothing tells"
+        return f"{subject} the length of answers"
     return f"long right answers have {num_tokens} token{'s' if num_tokens > 1 else ''}"
 
 

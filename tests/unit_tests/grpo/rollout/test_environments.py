@@ -6,6 +6,7 @@
 import asyncio
 import contextlib
 import os
+import re
 import signal
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -253,6 +254,8 @@ async def test_an_environment_that_fails_fails_its_own_completion(open_world, tm
             with pytest.raises(EnvironmentFailed) as caught:
                 await bad.task
             assert caught.value.kind == kind
+            if what == "raise":
+                assert re.search(r"KeyError.*\(at .*\.py:\d+, in \w+: ", str(caught.value))
             assert bad.result() is None
             assert RunningGroup(bad.prompt, [bad], ()).failures() == [caught.value]
             written = caught.value.written

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from torchtitan.grpo.functions import describe_error, failure_kind, load_function
+from torchtitan.grpo.functions import describe_error, failure_kind, load_function, user_line
 from torchtitan.grpo.rollout.environments.protocol import Observation
 from torchtitan.grpo.types import Prompt
 from torchtitan.grpo.workers.channel import NotPlainData, Refused, WorkerChannel, refused
@@ -143,7 +143,7 @@ class _EpisodeThread:
             return refused("bad observation", describe_error(error))
         except BaseException as error:  # the user's environment may raise anything
             traceback.print_exc(file=sys.stderr)
-            return refused(failure_kind(error), describe_error(error))
+            return refused(failure_kind(error), describe_error(error) + user_line(error))
         return Done()
 
 
@@ -176,7 +176,7 @@ def _load(
         return None
     except Exception as error:  # the user's factory may raise anything
         traceback.print_exc(file=sys.stderr)
-        channel.reply(call, refused("load", describe_error(error)))
+        channel.reply(call, refused("load", describe_error(error) + user_line(error)))
         return None
     channel.reply(call, EnvironmentLoaded(stop_strings))
     return factory
