@@ -165,7 +165,7 @@ def test_a_lent_server_that_is_killed_or_stopped_is_replaced_and_training_goes_o
             server = server_at(url)
             server.send_signal(signum)
         run.wait_for(lambda: has_ended(server), 60)  # noqa: B023
-        if signum == STOP:  # it was killed, because it did not fall asleep
+        if signum == STOP:  # it was killed, because it did not fall asleep or answer
             told = (
                 f"The lent server {url} was ended, because it (did not fall asleep|has been lost)"
             )

@@ -10,7 +10,7 @@ _EXEC_SECONDS = 5.0
 
 def has_words(process: psutil.Process, words: tuple[str, ...]) -> bool:
     deadline = time.monotonic() + _EXEC_SECONDS
-    with contextlib.suppress(psutil.Error):  # of a process that has ended as well
+    with contextlib.suppress(psutil.Error):  # a process that has ended has no words
         # Linux shows no words for a moment while a process replaces its program.
         while not (command := " ".join(process.cmdline())) and time.monotonic() < deadline:
             time.sleep(0.001)

@@ -258,9 +258,10 @@ class RolloutLink:
         self._saves_under_way[version] += 1
 
     def wait_saved(self, version: int, timeout_seconds: float) -> int | None:
-        """Waits until rollouts are written. Returns their number, or ``None`` after the timeout.
+        """Waits until rollouts are written, and returns their number.
 
-        If they were requested twice for one version, they are written twice; the last counts.
+        It is ``None`` after the timeout, if the process could not write them, and if it was
+        restarted. If they were requested twice for one version, the second answer counts.
         """
         deadline = time.monotonic() + timeout_seconds
         while self._saves_under_way[version] > 0:
