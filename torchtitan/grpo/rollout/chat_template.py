@@ -23,6 +23,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from torchtitan.grpo import strict_json
 from torchtitan.grpo.system.light_start import LIGHT_PYTHON
 from torchtitan.grpo.workers.process import worker_environment
 
@@ -261,7 +262,7 @@ def _forms_of_calls(messages: Messages) -> Iterator[Messages]:
     """
     yield [{key: of_key for key, of_key in m.items() if of_key is not None} for m in messages]
     if any(message.get("tool_calls") for message in messages):
-        yield [_formed(message, "", str, json.loads) for message in messages]
+        yield [_formed(message, "", str, strict_json.loads) for message in messages]
         yield [_formed(message, None, dict, _as_json) for message in messages]
 
 
@@ -271,7 +272,7 @@ def _formed(
     """Returns a message with arguments of a ``kind`` in another form, if it has calls."""
     calls = []
     for call, arguments in _arguments(message):
-        with contextlib.suppress(ValueError, RecursionError):  # text that is no JSON stays as it is
+        with contextlib.suppress(ValueError):  # text that is no JSON stays as it is
             if isinstance(arguments, kind):
                 call = call | {"function": call["function"] | {"arguments": form(arguments)}}
         calls.append(call)

@@ -83,6 +83,6 @@ async def test_errors_that_any_module_logs_are_announced_and_warnings_are_not() 
         module.warning("not for the user")
         announcer.announce("first of the losses")
         await wait_at_most(10, announcer.has_news)
-        assert announcer.take() == ["Restart 1 follows", "first of the losses"]
+        assert announcer.take() == [("Restart 1 follows", True), ("first of the losses", True)]
     finally:
         announcer.close()

@@ -6,13 +6,13 @@
 from pathlib import Path
 
 import pytest
+import torch
 from torch.distributed.launcher.api import LaunchConfig
 
 from torchtitan.grpo.command_line import ConfigError
 from torchtitan.grpo.command_line.reading import read_config
 from torchtitan.grpo.start import torchrun
 from torchtitan.grpo.start.train import choose_num_ranks, parse, plan
-from torchtitan.grpo.system import cores
 
 ROWS = (
     *("--cluster.both.tags=train,rollout", "--cluster.both.num_servers=8"),
@@ -115,8 +115,8 @@ def test_ranks_without_gpus_divide_the_cores(monkeypatch, has_gpu, given, thread
     started = []
     environment = dict(given)
     monkeypatch.setattr(torchrun.os, "environ", environment)
-    monkeypatch.setattr(cores.torch, "get_num_threads", lambda: 8)
-    monkeypatch.setattr(cores.torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     monkeypatch.setattr(torchrun, "_pass_on_signals", lambda: None)
     monkeypatch.setattr(torchrun.logging, "disable", lambda level: None)
     monkeypatch.setattr(

@@ -299,7 +299,7 @@ def prompt_text(columns: dict[str, Any], settings: Prompts) -> PromptText:
     if settings.template is not None:
         place = max((i for i, m in enumerate(messages) if m["role"] == "user"), default=0)
         turn = messages[place]
-        if turn["role"] != "user" or not isinstance(turn["content"], str):
+        if turn["role"] != "user":
             raise ValueError("prompts.template needs a text in a prompt's last turn of the user.")
         messages[place] = turn | {"content": _filled_in(turn["content"], columns, settings)}
     system_prompt = settings.chat_settings()["system_prompt"]

@@ -132,4 +132,7 @@ def test_a_template_shapes_the_last_turn_of_the_user(opened, before, settings):
 
 def test_a_template_needs_a_text_of_the_user(opened):
     with pytest.raises(ValueError, match="needs a text in a prompt's last turn"):
-        opened([{"role": "user", "content": [{"type": "text", "text": "?"}]}], template="{prompt}!")
+        opened([{"role": "system", "content": "Say a number."}], template="{prompt}!")
+    parts = [{"type": "text", "text": "6*"}, {"type": "text", "text": "7?"}]
+    for prompt, _ in opened([{"role": "user", "content": parts}], template="{prompt} Box it."):
+        assert prompt.text[-1]["content"] == "6*7? Box it."
