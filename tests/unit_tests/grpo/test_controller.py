@@ -11,6 +11,7 @@ from bare_process import BARE, LENDING, run_instead
 
 from torchtitan.grpo.controller import RolloutController
 from torchtitan.grpo.data.planner import PlannedPart
+from torchtitan.grpo.inference.access import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import read_hf_model
 from torchtitan.grpo.types import PromptProgress
@@ -33,6 +34,8 @@ def test_a_killed_process_finds_the_devices_free_when_it_starts_again(
         tmp_path,
         monkeypatch,
     )
+    for variable in (API_KEY_VARIABLE, ADMIN_KEY_VARIABLE):  # it sets what is not set
+        monkeypatch.setenv(variable, "key-of-this-test")
     config = JobConfig()
     config.model.hf_assets_path = str(repository / "assets/reverse_digits/model")
     config.job.dump_folder = str(tmp_path / "run")
