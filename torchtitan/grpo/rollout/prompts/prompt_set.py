@@ -5,7 +5,8 @@
 
 import re
 import string
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -201,11 +202,17 @@ class PromptSet:
             f"{self.limits.max_tokens} tokens long{others}. {self.limits.remedy}"
         )
 
-    def _text(self, columns: dict[str, Any], row: int) -> PromptText:
+    @contextmanager
+    def _at(self, row: int) -> Iterator[None]:
+        """Makes a ValueError a RowError, which names the row."""
         try:
-            return prompt_text(columns, self._settings)
+            yield
         except ValueError as error:
             raise RowError(f"{self.where(row)}: {error}") from error
+
+    def _text(self, columns: dict[str, Any], row: int) -> PromptText:
+        with self._at(row):
+            return prompt_text(columns, self._settings)
 
     def _tokens_of(self, text: PromptText, row: int, columns: dict[str, Any]) -> np.ndarray | None:
         if row in self._token_ids:
@@ -220,10 +227,8 @@ class PromptSet:
                 f"{most}."
             )
             return None
-        try:
+        with self._at(row):
             token_ids = self._tokenize(text, columns)
-        except ValueError as error:
-            raise RowError(f"{self.where(row)}: {error}") from error
         if len(token_ids) > limits.max_tokens:
             self.too_long_reason = self.too_long_reason or (
                 f"{self.where(row)}: the prompt has {len(token_ids)} tokens, and at most "
@@ -245,13 +250,17 @@ class PromptSet:
         ids = codec.encode(text) if isinstance(text, str) else codec.encode_chat(text, tools)
         if not ids:
             raise ValueError("the prompt has no tokens. Remove the row.")
-        if max(ids) >= self.limits.vocab_size:
-            raise ValueError(
-                f"the tokenizer produced token id {max(ids)}, but the model's vocabulary has only "
-                f"{self.limits.vocab_size} entries. Check that the tokenizer and config.json in "
-                "model.hf_assets_path belong to the same model."
-            )
+        check_vocabulary(ids, self.limits.vocab_size)
         return np.asarray(ids, dtype=np.int32)
+
+
+def check_vocabulary(token_ids: Sequence[int], vocab_size: int) -> None:
+    if max(token_ids) >= vocab_size:
+        raise ValueError(
+            f"the tokenizer gives token id {max(token_ids)}, but the model's vocabulary has only "
+            f"{vocab_size} entries. The tokenizer and config.json in model.hf_assets_path do not "
+            "belong together."
+        )
 
 
 def num_characters(text: PromptText) -> int:
