@@ -37,11 +37,10 @@ from torchtitan.grpo.rollout.learned_turns import TurnFinder
 from torchtitan.grpo.rollout.model_match import prompt_notes
 from torchtitan.grpo.rollout.prompts import PromptLimits, PromptSet, PromptStream, check_rows
 from torchtitan.grpo.rollout.prompts.prompt_set import PromptText, check_vocabulary, read_messages
-from torchtitan.grpo.rollout.prompts.prompt_stream import Skipped
 from torchtitan.grpo.rollout.tables import open_table
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 from torchtitan.grpo.system.logs import logger
-from torchtitan.grpo.types import Prompt, PromptProgress
+from torchtitan.grpo.types import PromptProgress
 
 _OTHER_PARTS = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
 """Keys under which messages hold what their author wrote besides ``content``."""
@@ -68,10 +67,12 @@ class ExampleSet(PromptSet):
 
     def _tokens_of(self, text: PromptText, row: int, columns: dict[str, Any]) -> np.ndarray | None:
         token_ids = super()._tokens_of(text, row, columns)
-        if token_ids is not None:
-            with self._at(row):
-                columns[_SAMPLE] = self._example(text, token_ids, columns)
-        return token_ids
+        if token_ids is None:
+            return None
+        with self._at(row):
+            columns[_SAMPLE] = sample = self._example(text, token_ids, columns)
+        # An example has a completion of at least one token.
+        return token_ids if sample.num_tokens <= self.limits.max_tokens + 1 else None
 
     def _take_apart(self, columns: dict[str, Any]) -> None:
         """Divides a conversation into prompt and completion."""
@@ -146,12 +147,9 @@ def _read_completion(value: Any, is_text: bool) -> str | list[dict[str, Any]]:
         messages, fault = [], str(error)
     if messages and not is_text:
         return messages
-    if (
-        len(messages) == 1
-        and not any(map(messages[0].get, _OTHER_PARTS))
-        and messages[0]["content"]
-    ):
-        return messages[0]["content"]
+    alone = messages[0] if len(messages) == 1 else {}
+    if alone.get("content") and not any(map(alone.get, _OTHER_PARTS)):
+        return alone["content"]
     raise ValueError(
         "a completion must be a string that is not empty, or a list of messages that ends with one of "
         f"the assistant (behind a prompt that is text, a single one with content alone), {fault}."
@@ -182,12 +180,10 @@ class ExampleStream:
             str(model.path), model.eos_token_ids, prompts.chat_template_kwargs, date,
             special_tokens=prompts.special_tokens,
         )  # fmt: skip
-        self._path, self._key = path, key
-        self._max_tokens = min(sft.max_example_tokens or row_len, row_len)
-        self.num_too_long = self.num_unusable = 0
-        # An example has a completion of at least one token.
+        self._key, self.num_too_long, self.num_unusable = key, 0, 0
+        max_tokens = min(sft.max_example_tokens or row_len, row_len)
         limits = PromptLimits(
-            max(1, self._max_tokens - 1),
+            max_tokens - 1,
             model.vocab_size,
             source="sft.max_example_tokens, or training.seq_len, minus one",
             remedy=_REMEDY,
@@ -198,12 +194,15 @@ class ExampleStream:
             self._set = ExampleSet(
                 sft, model.eos_token_ids, table, prompts, self._codec, limits, key
             )
-            self.checked = check_rows(self._set, fits=self._fits)
+            self.checked = check_rows(self._set)
             self._told_left_out = sorted(self._set.left_out.items())
         except ValueError as error:
             raise DataError(str(error)) from error
         if self.checked.num_fitting == 0:
-            raise self._none_fits()
+            raise DataError(
+                f"{key}: none of the {len(self)} examples in {path} is at most {max_tokens} tokens "
+                f"long. {_REMEDY}"
+            )
         self._stream = PromptStream(
             [self._set],
             seed=config.debug.seed or 0,
@@ -236,19 +235,18 @@ class ExampleStream:
         return self._stream.position
 
     def next(self) -> Sample:
-        begin = self.position
-        while self.position < begin + len(self):
-            try:
-                prompt = self._stream.next()
-            except ValueError as error:
-                raise DataError(str(error)) from error
-            for skipped in self._stream.take_skipped():
-                self._count(skipped)
-            sample = prompt.columns[_SAMPLE]
-            if sample.num_tokens <= self._max_tokens:
-                return sample
-            self.num_too_long += 1
-        raise self._none_fits()
+        try:
+            prompt = self._stream.next()
+        except ValueError as error:
+            raise DataError(str(error)) from error
+        for skipped in self._stream.take_skipped():
+            self.num_too_long += skipped.reason == "too long"
+            self.num_unusable += skipped.reason == "unusable"
+            if skipped.reason == "unusable" and self.num_unusable == 1:
+                logger.warning(
+                    f"{self._key}: first of the examples that cannot be used: {skipped.detail}"
+                )
+        return prompt.columns[_SAMPLE]
 
     def all(self) -> list[Sample]:
         samples = [self.next()]
@@ -261,25 +259,6 @@ class ExampleStream:
 
     def close(self) -> None:
         self._stream.close()
-
-    def _none_fits(self) -> DataError:
-        return DataError(
-            f"{self._key}: none of the {len(self)} examples in {self._path} is at most "
-            f"{self._max_tokens} tokens long. {_REMEDY}"
-        )
-
-    def _count(self, skipped: Skipped) -> None:
-        if skipped.reason == "too long":
-            self.num_too_long += 1
-            return
-        self.num_unusable += 1
-        if self.num_unusable == 1:
-            logger.warning(
-                f"{self._key}: first of the examples that cannot be used: {skipped.detail}"
-            )
-
-    def _fits(self, prompt: Prompt) -> bool:
-        return prompt.columns[_SAMPLE].num_tokens <= self._max_tokens
 
 
 class SupervisedSource(StepSource):
