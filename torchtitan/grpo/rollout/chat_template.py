@@ -43,14 +43,15 @@ text has this code point, which Unicode reserves for such use."""
 
 Messages = Sequence[dict[str, Any]]
 _as_json = functools.partial(json.dumps, ensure_ascii=False)
-
-
 _TEXTS = (None, "text", "input_text", "output_text")
 _MEDIA = re.compile(r"(input_)?(image|audio|video)s?(_url|_path)?")
 
 
-def joined_text(content: Any) -> Any:
-    """Joins the parts of a message's content. A ValueError names the first that is no text."""
+def text_of(message: Mapping[str, Any]) -> Any:
+    """Returns a message's content, its parts joined. A ValueError names what is no text."""
+    if media := media_in(message):
+        raise ValueError(repr(media))
+    content = message.get("content")
     if not isinstance(content, list):
         return content
     parts = [{"text": part} if isinstance(part, str) else part for part in content]

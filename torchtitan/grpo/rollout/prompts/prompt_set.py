@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from torchtitan.grpo.config import Prompts, RolloutProcessConfig
-from torchtitan.grpo.rollout.chat_template import joined_text, media_in, tools_of
+from torchtitan.grpo.rollout.chat_template import media_in, text_of, tools_of
 from torchtitan.grpo.rollout.tables import RowError, Table, open_table
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 from torchtitan.grpo.types import Prompt
@@ -308,7 +308,7 @@ def prompt_text(columns: dict[str, Any], settings: Prompts) -> PromptText:
     if settings.template is not None:
         place = max((i for i, m in enumerate(messages) if m["role"] == "user"), default=0)
         turn = messages[place]
-        if turn["role"] != "user" or not isinstance(turn["content"], str):
+        if turn["role"] != "user":
             raise ValueError("prompts.template needs a text in a prompt's last turn of the user.")
         messages[place] = turn | {"content": _filled_in(turn["content"], columns, settings)}
     system_prompt = settings.chat_settings()["system_prompt"]
@@ -341,40 +341,37 @@ def _filled_in(value: str, columns: dict[str, Any], settings: Prompts) -> str:
 
 def read_messages(value: Any) -> list[dict[str, Any]]:
     """Returns messages without nulls, their parts joined. A ValueError says what was received instead."""
-    if fault := _fault_of_messages(value):
-        raise ValueError(fault)
-    return [
-        {key: of_key for key, of_key in message.items() if of_key is not None}
-        | {"content": joined_text(message.get("content"))}
-        for message in value
-    ]
+    if not isinstance(value, list) or not value or not all(map(_has_content, value)):
+        raise ValueError(f"got {value!r:.200}")
+    messages = [_read_message(message, number) for number, message in enumerate(value, start=1)]
+    last = messages[-1]
+    if last["role"] not in ("tool", "assistant") and _is_blank(last["content"]):
+        raise ValueError(f"but the last message ({last['role']}) has no text")
+    return messages
 
 
-def _fault_of_messages(value: Any) -> str | None:
-    if not isinstance(value, list) or not value:
-        return f"got {value!r:.200}"
-    for number, message in enumerate(value, start=1):
-        if not (isinstance(message, dict) and "role" in message):
-            return f"got {value!r:.200}"
-        role = message["role"]
-        if role != "assistant" and "content" not in message:
-            return f"got {value!r:.200}"
-        try:
-            content = joined_text(message.get("content"))
-        except ValueError as error:
-            return f"and the model reads text alone, but message {number} ({role}) has {error}"
-        if not isinstance(role, str) or not role:
-            return f"but message {number} has the role {role!r:.80}"
-        if media := media_in(message):
-            return f"and the model reads text alone, but message {number} ({role}) has {media!r}"
-        has_more = any(value for key, value in message.items() if key not in ("role", "content"))
-        may_be_null = role in _SYSTEM_ROLES or (role == "assistant" and has_more)
-        if not (isinstance(content, str) or (content is None and may_be_null)):
-            return f"but the content of message {number} ({role}) is {content!r:.80}"
-    last = value[-1]
-    if last["role"] not in ("tool", "assistant") and _is_blank(joined_text(last["content"])):
-        return f"but the last message ({last['role']}) has no text"
-    return None
+def _has_content(message: Any) -> bool:
+    """The assistant may have made a call instead."""
+    has_role = isinstance(message, dict) and "role" in message
+    return has_role and ("content" in message or message["role"] == "assistant")
+
+
+def _read_message(message: dict[str, Any], number: int) -> dict[str, Any]:
+    role = message["role"]
+    if not isinstance(role, str) or not role:
+        raise ValueError(f"but message {number} has the role {role!r:.80}")
+    try:
+        content = text_of(message)
+    except ValueError as error:
+        raise ValueError(
+            f"and the model reads text alone, but message {number} ({role}) has {error}"
+        ) from error
+    has_more = any(value for key, value in message.items() if key not in ("role", "content"))
+    may_be_null = role in _SYSTEM_ROLES or (role == "assistant" and has_more)
+    if not (isinstance(content, str) or (content is None and may_be_null)):
+        raise ValueError(f"but the content of message {number} ({role}) is {content!r:.80}")
+    said = {key: of_key for key, of_key in message.items() if of_key is not None}
+    return said | {"content": content}
 
 
 def _is_blank(content: Any) -> bool:
