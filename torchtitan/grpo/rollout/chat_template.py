@@ -166,12 +166,6 @@ class ChatTemplate:
     def _render(self, messages: Messages, *, opens_turn: bool = True, tools: Messages = ()) -> str:
         try:
             return self._ask(list(messages), opens_turn=opens_turn, tools=tools) or ""
-        except _LimitReached as error:
-            raise ValueError(
-                f"The chat template of {self._path} must stay within its limits, but it took more than "
-                f"{error} to render {messages!r:.200}. Correct the template, which may loop without "
-                "end."
-            ) from error
         except ValueError as error:
             raise ValueError(
                 f"The chat template of {self._path} cannot render {messages!r:.200}: {error}"
@@ -271,34 +265,33 @@ def _formed(
 ) -> dict[str, Any]:
     """Returns a message with arguments of a ``kind`` in another form, if it has calls."""
     calls = []
-    for call, arguments in _arguments(message):
+    for call, function in _calls(message):
         with contextlib.suppress(ValueError, RecursionError):  # text that is no JSON stays as it is
-            if isinstance(arguments, kind):
-                call = call | {"function": call["function"] | {"arguments": form(arguments)}}
+            if isinstance(arguments := function.get("arguments"), kind):
+                call = call | {"function": function | {"arguments": form(arguments)}}
         calls.append(call)
     changed = {"content": message.get("content") or empty, "tool_calls": calls}
     return message | changed if calls else message
 
 
-def _arguments(message: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
-    """Yields the calls of a message, with their arguments if they have any."""
+def _calls(message: Mapping[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Yields the calls of a message, each with its function, which is empty if it names none."""
     calls = message.get("tool_calls")
     for call in calls if isinstance(calls, list) else ():
         function = call.get("function") if isinstance(call, dict) else None
-        yield call, function.get("arguments") if isinstance(function, dict) else None
+        yield call, function if isinstance(function, dict) else {}
 
 
 def _quotes_arguments(messages: Messages, text: str) -> bool:
     """Whether a template has quoted arguments that are JSON in a string."""
-    given = [arguments for message in messages for _, arguments in _arguments(message)]
+    functions = [function for message in messages for _, function in _calls(message)]
+    given = [function.get("arguments") for function in functions]
     return any(isinstance(one, str) and _as_json(one) in text for one in given)
 
 
 def _shape(message: Mapping[str, Any]) -> tuple[Any, ...]:
     """Everything besides the text by which a template may tell messages apart."""
-    calls = message.get("tool_calls")
-    num_calls = len(calls) if isinstance(calls, list) else 0
-    content = message.get("content")
+    num_calls, content = len(list(_calls(message))), message.get("content")
     kind = len(content) if isinstance(content, list) else type(content)
     return message.get("role"), kind, bool(content), num_calls, *sorted(message)
 
@@ -308,33 +301,22 @@ def _probed(message: Mapping[str, Any], position: int) -> dict[str, Any]:
     words = (f"qzv{position}k{number}q" for number in itertools.count())
     probe = dict(message)
     if isinstance(content := probe.get("content"), list):
-        probe["content"] = [_probed_part(part, words) for part in content]
+        probe["content"] = [_probed_text(part, "text", words) for part in content]
     elif isinstance(content, str) and content.strip():
-        probe["content"] = _words(words)
-    if isinstance(calls := probe.get("tool_calls"), list):
-        probe["tool_calls"] = [_probed_call(call, words) for call in calls]
+        probe = _probed_text(probe, "content", words)
+    if isinstance(probe.get("tool_calls"), list):
+        probe["tool_calls"] = [
+            call | {"function": function | {"name": next(words)}} if "name" in function else call
+            for call, function in _calls(probe)
+        ]
     return probe
 
 
-def _words(words: Iterator[str]) -> str:
+def _probed_text(holder: Any, key: str, words: Iterator[str]) -> Any:
+    if not isinstance(holder, dict) or not isinstance(holder.get(key), str):
+        return holder
     # Lines, because a template might print only the first one.
-    return "\n".join(itertools.islice(words, _PROBE_WORDS))
-
-
-def _probed_part(part: Any, words: Iterator[str]) -> Any:
-    has_text = isinstance(part, dict) and isinstance(part.get("text"), str)
-    return part | {"text": _words(words)} if has_text else part
-
-
-def _probed_call(call: Any, words: Iterator[str]) -> Any:
-    function = call.get("function") if isinstance(call, dict) else None
-    if isinstance(function, dict) and "name" in function:
-        return call | {"function": function | {"name": next(words)}}
-    return call
-
-
-class _LimitReached(ValueError):
-    """A template took too much time, memory or text; the message says which."""
+    return holder | {key: "\n".join(itertools.islice(words, _PROBE_WORDS))}
 
 
 class _TemplateProcess:
@@ -349,10 +331,9 @@ class _TemplateProcess:
         self._connection: Connection | None = None
 
     def ask(self, request: dict[str, Any]) -> str | None:
-        """Returns the text; raises ValueError if the template raises or there is no tokenizer.
+        """Returns the text; raises ValueError if the template raises, reaches a limit, or has no tokenizer.
 
-        Raises :class:`_LimitReached` at a limit, ``TimeoutError`` without an answer, and
-        ``RuntimeError`` if the child ends for another reason, twice.
+        Raises ``TimeoutError`` without an answer, and ``RuntimeError`` if the child ends, twice.
         """
         limits = {
             "cpu_seconds": _CPU_SECONDS,
@@ -369,7 +350,9 @@ class _TemplateProcess:
                 "it may be short of memory."
             )
         if "limit" in found:
-            raise _LimitReached(found["limit"])
+            raise ValueError(
+                f"it took more than {found['limit']} to render, and may loop without end. Correct it."
+            )
         if "error" in found:
             raise ValueError(found["error"])
         return found["text"]
@@ -399,11 +382,10 @@ class _TemplateProcess:
 
     def _start(self) -> Connection:
         own, childs = Pipe()
-        environment = worker_environment()
         with childs:
             self._child = subprocess.Popen(
                 [*LIGHT_PYTHON, _MODULE, str(childs.fileno())],
-                env=environment | {"TRANSFORMERS_VERBOSITY": "error"},
+                env=worker_environment() | {"TRANSFORMERS_VERBOSITY": "error"},
                 stdin=subprocess.DEVNULL,
                 pass_fds=[childs.fileno()],
                 start_new_session=True,
