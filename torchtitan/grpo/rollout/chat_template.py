@@ -130,19 +130,18 @@ class ChatTemplate:
                 m if m.get("role") == "assistant" else marked_plain(self._special, m)
                 for m in messages
             ]
-        quoted, refused = None, None
+        texts, errors = [], []
         for form in _forms_of_calls(messages):
             try:
-                text = self._checked(form, opens_turn=opens_turn, tools=tools)
+                texts.append(self._checked(form, opens_turn=opens_turn, tools=tools))
             except ValueError as error:
-                refused = refused or error
+                errors.append(error)
                 continue
-            if not _quotes_arguments(form, text):
-                return text
-            quoted = quoted or text
-        if quoted is None and refused is not None:
-            raise refused
-        return quoted or ""
+            if not _quotes_arguments(form, texts[-1]):
+                return texts[-1]
+        if not texts:
+            raise errors[0]
+        return texts[0]
 
     def _checked(self, messages: Messages, *, opens_turn: bool, tools: Messages) -> str:
         text = self._render(messages, opens_turn=opens_turn, tools=tools)
