@@ -126,8 +126,7 @@ class ExampleSet(PromptSet):
     @functools.cached_property
     def _end_of_turn(self) -> int:
         """The token that the template writes behind a turn, if it ends a completion."""
-        mark = self._codec.end_of_turn()
-        token = None if mark is None else self._codec.single_token(mark)
+        token = self._codec.single_token(self._codec.end_of_turn() or "")
         return token if token in self._eos else self._eos[0]
 
 

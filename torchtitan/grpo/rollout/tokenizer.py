@@ -231,12 +231,6 @@ class TextCodec:
             )
         return end or ""
 
-    def encode_reply(
-        self, messages: Sequence[dict[str, Any]], turn_ids: Sequence[int]
-    ) -> list[int]:
-        """The token IDs of :meth:`reply_text`."""
-        return self.encode_continuation(self.reply_text(messages, turn_ids))
-
     def reply_text(
         self,
         messages: Sequence[dict[str, Any]],
@@ -251,13 +245,7 @@ class TextCodec:
         real one each time would cost the square of its length.
         """
         before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _TURN}]
-        rendered = self.template.render([*before, *messages], tools=tools)
-        _, mark, reply = rendered.rpartition(_TURN)
-        if not mark:
-            raise ValueError(
-                "The model's chat template must render an assistant message unchanged, but it "
-                "omits the message. Return the observation as text instead of chat messages."
-            )
+        _, reply = self._around_turn([*before, *messages], tools=tools)
         last = turn_ids[-1] if turn_ids else None
         if last in self._eos and (end := self._tokenizer.id_to_token(last)):
             reply = reply.removeprefix(end)
@@ -269,14 +257,17 @@ class TextCodec:
         """The text of a conversation whose last message, the assistant's, is to be continued."""
         *before, last = messages
         opened = {**last, "content": (last.get("content") or "") + _TURN}
-        rendered = self.template.render([*before, opened], opens_turn=False, tools=tools)
-        text, mark, _ = rendered.rpartition(_TURN)
+        return self._around_turn([*before, opened], opens_turn=False, tools=tools)[0]
+
+    def _around_turn(self, messages: Sequence[dict[str, Any]], **settings: Any) -> tuple[str, str]:
+        """What the template writes before and behind :data:`_TURN` in a conversation."""
+        before, mark, behind = self.template.render(messages, **settings).rpartition(_TURN)
         if not mark:
             raise ValueError(
-                "The model's chat template must render an assistant message unchanged, but it "
-                "omits the message, which can therefore not be continued."
+                "The model's chat template must render an assistant message unchanged, but it omits the "
+                "message, which nothing can follow. An environment may observe in text instead of messages."
             )
-        return text
+        return before, behind
 
     def encode_observation(self, text: str, *, has_special_tokens: bool) -> list[int]:
         """Without ``has_special_tokens``, the spelling of a special token is plain text."""
