@@ -18,7 +18,7 @@ Of a longer conversation, each turn of the assistant has a loss, and the rest of
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -33,7 +33,7 @@ from torchtitan.grpo.errors import DataError
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel
 from torchtitan.grpo.rollout.chat_template import tools_of
-from torchtitan.grpo.rollout.learned_turns import TurnFinder
+from torchtitan.grpo.rollout.learned_turns import THOUGHTS, TurnFinder
 from torchtitan.grpo.rollout.model_match import prompt_notes
 from torchtitan.grpo.rollout.prompts import PromptLimits, PromptSet, PromptStream, check_rows
 from torchtitan.grpo.rollout.prompts.prompt_set import PromptText, check_vocabulary, read_messages
@@ -42,7 +42,7 @@ from torchtitan.grpo.rollout.tokenizer import TextCodec
 from torchtitan.grpo.system.logs import logger
 from torchtitan.grpo.types import PromptProgress
 
-_OTHER_PARTS = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
+_OTHER_PARTS = ("tool_calls", "function_call", *THOUGHTS)
 """Keys under which messages hold what their author wrote besides ``content``."""
 _IS_WHOLE, _SAMPLE = "sft/is_whole", "sft/sample"
 """Columns: whether a conversation has its completion, and the example as tokens."""
@@ -55,7 +55,7 @@ class ExampleSet(PromptSet):
     ``left_out`` counts the examples of which the chat template does not print something.
     """
 
-    def __init__(self, sft: SFT, eos_token_ids: Sequence[int], *of_set: Any) -> None:
+    def __init__(self, sft: SFT, eos_token_ids: tuple[int, ...], *of_set: Any) -> None:
         super().__init__(*of_set)
         self._completion_column, self._eos = sft.completion_column, eos_token_ids
         self.left_out: Counter[str] = Counter()

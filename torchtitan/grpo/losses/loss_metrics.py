@@ -53,18 +53,17 @@ def mean_metric(total: torch.Tensor, count: torch.Tensor) -> Metric:
 
 def token_metric(metric: TokenMetric, loss_mask: torch.Tensor) -> Metric:
     """Reduces values at tokens, where ``loss_mask`` [rows, seq] is True, in float64."""
-    reduction = metric.reduction
-    nothing = {"max": -math.inf, "min": math.inf}.get(reduction, 0.0)
-    values = torch.where(loss_mask, metric.values.detach().double(), nothing)
+    values, reduction = metric.values.detach().double(), metric.reduction
     match reduction:
         case "sum":
-            return Metric(reduction, (values.sum(),))
+            return Metric(reduction, (torch.where(loss_mask, values, 0.0).sum(),))
         case "mean":
-            return Metric(reduction, (values.sum(), loss_mask.sum()))
+            total = torch.where(loss_mask, values, 0.0).sum()
+            return Metric(reduction, (total, loss_mask.sum()))
         case "max":
-            return Metric(reduction, (values.max(),))
+            return Metric(reduction, (torch.where(loss_mask, values, -math.inf).max(),))
         case "min":
-            return Metric(reduction, (values.min(),))
+            return Metric(reduction, (torch.where(loss_mask, values, math.inf).min(),))
 
 
 def check_token_metric(name: str, metric: object, shape: torch.Size) -> None:

@@ -111,7 +111,12 @@ class ChatTemplate:
         self._refused: set[frozenset[tuple[Any, Any]]] = set()
         self._longest = 2
         self._source = self._template()
-        self._check_variables()
+        for name in self._variables:  # Jinja would ignore one that the template never mentions
+            if not self.reads(name):
+                raise ValueError(
+                    f"prompts.chat_template_kwargs sets {name!r}, which the chat template of {path} does "
+                    "not read. Remove it, or check its spelling against the template."
+                )
 
     @property
     def date(self) -> str:
@@ -204,16 +209,6 @@ class ChatTemplate:
     def reads(self, name: str) -> bool:
         """Whether the template mentions a variable."""
         return re.search(rf"\b{re.escape(name)}\b", self._source) is not None
-
-    def _check_variables(self) -> None:
-        """Refuses variables that the template never mentions: Jinja would ignore them."""
-        for name in self._variables:
-            if not self.reads(name):
-                raise ValueError(
-                    f"prompts.chat_template_kwargs sets {name!r}, which the chat template of "
-                    f"{self._path} does not read. Remove it, or check its spelling against the "
-                    "template."
-                )
 
     def _check_roles(self, messages: Messages) -> bool:
         """Returns whether it was possible to check."""

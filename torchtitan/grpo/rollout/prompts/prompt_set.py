@@ -158,10 +158,9 @@ class PromptSet:
     def texts(self, first: int, end: int) -> Iterator[tuple[dict[str, Any], PromptText] | RowError]:
         """Yields columns and text of the rows ``first`` to ``end - 1``, or why a row is no prompt."""
         for row, columns in enumerate(self._table.rows(first, end), start=first):
-            if isinstance(columns, RowError):
-                yield columns
-                continue
             try:
+                if isinstance(columns, RowError):
+                    raise columns
                 yield columns, self._text(columns, row)
             except RowError as error:
                 yield error
