@@ -3,6 +3,7 @@
 
 """The state that a run loads from its checkpoint and saves; the rest is upstream's."""
 
+import argparse
 import math
 import os
 import shlex
@@ -41,9 +42,17 @@ from torchtitan.grpo.upstream.trainer import Trainer
 from torchtitan.grpo.weight_wire.adapter_names import is_adapter
 
 _MODULE = "torchtitan.grpo_train"
-_FLAGS = ("--job.overwrite", "--job.no-overwrite", "--job.no_overwrite")
-_FLAG_VALUES = ("true", "false", "True", "False")
-_WITH_VALUE = ("--checkpoint.load_step", "--checkpoint.load-step")
+# How a run begins. The flags may have a value, such as true.
+_OF_START = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+_OF_START.add_argument(
+    "--job.overwrite",
+    "--job.no-overwrite",
+    "--job.no_overwrite",
+    dest="overwrite",
+    nargs="?",
+    const="",
+)
+_OF_START.add_argument("--checkpoint.load_step", "--checkpoint.load-step", dest="load_step")
 
 
 class RunFinished(Exception):
@@ -229,33 +238,19 @@ def describe_stop(
 
 def resume_command(config: JobConfig, arguments: Sequence[str], load_step: int | None) -> str:
     """Returns the command that continues a run from its newest checkpoint, or from ``load_step``."""
-    kept = _without_start(without_keys(arguments))
-    named = {argument.partition("=")[0] for argument in arguments}
+    given, kept = _OF_START.parse_known_args(without_keys(arguments))
     # The overwrite and the load_step of the first start must not apply again.
-    if config.job.overwrite or named & {*_FLAGS}:
+    if config.job.overwrite or given.overwrite is not None:
         kept.append("--job.no-overwrite")
     if load_step is not None:
         kept.append(f"--checkpoint.load_step={load_step}")
-    elif config.checkpoint.load_step != -1 or named & {*_WITH_VALUE}:
+    elif config.checkpoint.load_step != -1 or given.load_step is not None:
         kept.append("--checkpoint.load_step=-1")
     if (launch := os.environ.get(LAUNCH_VARIABLE)) is not None:
         # It names the configuration itself, and passes the rest on after two dashes.
         each = "on each node, with its own --nproc and --interface, if these are given."
         return f"{launch} -- {shlex.join(kept[2:])}\n{each}"
     return shlex.join([*_launcher(), *kept])
-
-
-def _without_start(arguments: Sequence[str]) -> list[str]:
-    kept: list[str] = []
-    before = ""  # the option whose value may follow
-    for argument in arguments:
-        name = argument.partition("=")[0]
-        is_value = before in _WITH_VALUE or (before in _FLAGS and argument in _FLAG_VALUES)
-        is_start = not is_value and name in (*_FLAGS, *_WITH_VALUE)
-        before = argument if is_start else ""  # with "=", its value does not follow
-        if not is_value and not is_start:
-            kept.append(argument)
-    return kept
 
 
 def _launcher() -> list[str]:

@@ -16,6 +16,8 @@ from torchtitan.grpo.data.rows import Sample
 from torchtitan.grpo.errors import DataError
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel
+from torchtitan.grpo.rollout.prompts.prompt_set import check_vocabulary
+from torchtitan.grpo.rollout.prompts.prompt_stream import EpochOrder
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 from torchtitan.grpo.system.files import open_regular
 from torchtitan.grpo.system.logs import logger
@@ -41,12 +43,13 @@ class PtxStream:
         path, row_len = config.grpo.ptx_path, config.training.seq_len
         self._codec = TextCodec(str(model.path), model.eos_token_ids)
         self._eos, self._vocab_size = model.eos_token_ids, model.vocab_size
-        self._seed = config.debug.seed or 0
-        self._epoch, self._order = -1, np.arange(0)
         self._samples: list[Sample] = []
         self.num_too_long = 0
         for where, example in _examples(path):
-            sample = self._tokenize(example, where)
+            try:
+                sample = self._tokenize(example)
+            except ValueError as error:
+                raise DataError(f"{where}: {error}") from error
             if sample.num_tokens <= row_len:
                 self._samples.append(sample)
             else:
@@ -56,6 +59,8 @@ class PtxStream:
                 f"{_KEY}: {path} must hold an example of at most training.seq_len ({row_len}) tokens, "
                 f"got {self.num_too_long} examples that are longer and none that fits."
             )
+        seed = config.debug.seed or 0
+        self._order = EpochOrder(len(self), seed=seed, set_number=0, shuffle=True)
         logger.info(
             f"{_KEY}: {len(self)} examples of {path}; {self.num_too_long} examples are left out "
             f"because they are longer than training.seq_len ({row_len})."
@@ -70,46 +75,25 @@ class PtxStream:
         The plan sets their weights.
         """
         first = step * num_examples
-        return [self._samples[self._index(first + i)] for i in range(num_examples)]
+        return [self._samples[self._order.row(first + i)] for i in range(num_examples)]
 
-    def _index(self, index: int) -> int:
-        epoch, offset = divmod(index, len(self._samples))
-        if epoch != self._epoch:
-            rng = np.random.default_rng([self._seed, epoch])
-            self._order, self._epoch = rng.permutation(len(self._samples)), epoch
-        return int(self._order[offset])
-
-    def _tokenize(self, example: _Example, where: str) -> Sample:
+    def _tokenize(self, example: _Example) -> Sample:
         # Prompt and completion are tokenized separately, as they are for a rollout. Without a prompt
         # there is still the beginning-of-sequence token, if the tokenizer has one.
         prompt = self._codec.encode(example.prompt or "")
         completion = self._codec.encode_continuation(example.completion)
         if not completion:
-            text = example.completion
-            raise DataError(f"{where}: the completion must have a token, got {text!r}.")
+            raise ValueError(f"the completion must have a token, got {example.completion!r}.")
         if completion[-1] not in self._eos:
             completion.append(self._eos[0])
-        prompt_ids = np.array(prompt, np.int32)
-        sample = supervised_sample(prompt_ids, completion, self._vocab_size, where)
+        check_vocabulary([*prompt, *completion], self._vocab_size)
+        sample = Sample(np.array(prompt, np.int32), np.array(completion, np.int32), None)
         if sample.num_predicted == 0:
-            raise DataError(
-                f"{where}: the example must have a token before its last one, got a single token. "
-                "Add a prompt or a longer completion."
+            raise ValueError(
+                "the example must have a token before its last one, got a single token. Add a prompt "
+                "or a longer completion."
             )
         return sample
-
-
-def supervised_sample(
-    prompt_ids: np.ndarray, completion: list[int], vocab_size: int, where: str
-) -> Sample:
-    largest = max([*prompt_ids.tolist(), *completion])
-    if largest >= vocab_size:
-        raise DataError(
-            f"{where}: the tokenizer gives token id {largest}, but the model's vocabulary has "
-            f"only {vocab_size} entries. The tokenizer and config.json in model.hf_assets_path do "
-            "not belong together."
-        )
-    return Sample(prompt_ids, np.array(completion, np.int32), None)
 
 
 def _examples(path: str) -> Iterator[tuple[str, _Example]]:

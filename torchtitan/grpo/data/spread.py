@@ -137,9 +137,8 @@ def _rows_first(
     # Rows of even tokens are similar to each other. Full rows are not: some hold the long
     # sequences and others the short ones, so that each rank can be dealt some of both.
     even = partition(lengths, num_ranks * per_rank, tolerance=math.inf)
-    packings = [rows for rows in (even, fill_rows(lengths, row_len)) if fits(rows)]
-    if not packings:
-        packings = [rows for rows in (pack_rows(lengths, row_len),) if fits(rows)]
+    packings = list(filter(fits, [even, fill_rows(lengths, row_len)]))
+    packings = packings or list(filter(fits, [pack_rows(lengths, row_len)]))
     if not packings:
         return None
     found = [_dealt_by_cost(rows, costs, num_ranks, per_rank) for rows in packings]

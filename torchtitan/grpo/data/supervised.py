@@ -18,7 +18,7 @@ Of a longer conversation, each turn of the assistant has a loss, and the rest of
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -27,99 +27,107 @@ import numpy as np
 from torchtitan.grpo.config import SFT
 from torchtitan.grpo.config.evaluation import evaluation_sets
 from torchtitan.grpo.data.planner import PlannedPart
-from torchtitan.grpo.data.ptx import supervised_sample
 from torchtitan.grpo.data.rows import Sample
 from torchtitan.grpo.data.step_source import StepSource
 from torchtitan.grpo.errors import DataError
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel
 from torchtitan.grpo.rollout.chat_template import tools_of
-from torchtitan.grpo.rollout.learned_turns import TurnFinder
+from torchtitan.grpo.rollout.learned_turns import THOUGHTS, TurnFinder
 from torchtitan.grpo.rollout.model_match import prompt_notes
 from torchtitan.grpo.rollout.prompts import PromptLimits, PromptSet, PromptStream, check_rows
-from torchtitan.grpo.rollout.prompts.prompt_set import PromptText, read_messages
-from torchtitan.grpo.rollout.prompts.prompt_stream import Skipped
-from torchtitan.grpo.rollout.tables import RowError, Table, open_table
+from torchtitan.grpo.rollout.prompts.prompt_set import PromptText, check_vocabulary, read_messages
+from torchtitan.grpo.rollout.tables import open_table
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 from torchtitan.grpo.system.logs import logger
-from torchtitan.grpo.types import Prompt, PromptProgress
+from torchtitan.grpo.types import PromptProgress
 
-_OTHER_PARTS = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
+_OTHER_PARTS = ("tool_calls", "function_call", *THOUGHTS)
 """Keys under which messages hold what their author wrote besides ``content``."""
 _IS_WHOLE, _SAMPLE = "sft/is_whole", "sft/sample"
 """Columns: whether a conversation has its completion, and the example as tokens."""
 _REMEDY = "Raise sft.max_example_tokens or training.seq_len."
 
 
-class ExampleTable(Table):
-    """A table whose conversations are taken apart into prompt and completion."""
+class ExampleSet(PromptSet):
+    """Prompts with a column that holds the whole example, in rows that may be conversations.
 
-    def __init__(self, table: Table, settings: SFT) -> None:
-        self.path, self.num_bytes = table.path, table.num_bytes
-        self._table, self._settings = table, settings
+    ``left_out`` counts the examples of which the chat template does not print something.
+    """
 
-    def __len__(self) -> int:
-        return len(self._table)
+    def __init__(self, sft: SFT, eos_token_ids: tuple[int, ...], *of_set: Any) -> None:
+        super().__init__(*of_set)
+        self._completion_column, self._eos = sft.completion_column, eos_token_ids
+        self.left_out: Counter[str] = Counter()
 
-    def row(self, i: int) -> dict[str, Any]:
-        return self._example(dict(self._table.row(i)), i)
+    def _text(self, columns: dict[str, Any], row: int) -> PromptText:
+        with self._at(row):
+            self._take_apart(columns)
+        return super()._text(columns, row)
 
-    def rows(self, first: int, end: int) -> Iterator[dict[str, Any] | RowError]:
-        for i, row in enumerate(self._table.rows(first, end), start=first):
-            try:
-                yield row if isinstance(row, RowError) else self._example(dict(row), i)
-            except RowError as error:
-                yield error
+    def _tokens_of(self, text: PromptText, row: int, columns: dict[str, Any]) -> np.ndarray | None:
+        token_ids = super()._tokens_of(text, row, columns)
+        if token_ids is None:
+            return None
+        with self._at(row):
+            columns[_SAMPLE] = sample = self._example(text, token_ids, columns)
+        # An example has a completion of at least one token.
+        return token_ids if sample.num_tokens <= self.limits.max_tokens + 1 else None
 
-    def _example(self, row: dict[str, Any], i: int) -> dict[str, Any]:
-        column, completion_column = self._settings.column, self._settings.completion_column
-        messages = row[column]
+    def _take_apart(self, columns: dict[str, Any]) -> None:
+        """Divides a conversation into prompt and completion."""
+        column, completion_column = self._settings.column, self._completion_column
+        messages = columns[column]
         if is_whole := _ends_with_assistant(messages):
             begin = len(messages)
             while begin and _ends_with_assistant(messages[:begin]):
                 begin -= 1
-            row[column], row[completion_column] = messages[:begin], messages[begin:]
+            columns[column], columns[completion_column] = messages[:begin], messages[begin:]
             if not begin:
-                raise RowError(
-                    f"{self.where(i)}: a conversation must have a message before the assistant's "
-                    f"last one, got {messages!r:.200}."
+                raise ValueError(
+                    "a conversation must have a message before the assistant's last one, got "
+                    f"{messages!r:.200}."
                 )
-        if completion_column not in row:
-            raise RowError(
-                f"{self.where(i)}: there is no column {completion_column!r} "
-                f"(sft.completion_column), and {column!r} (sft.column) does not end with a message "
-                f"of the assistant. Existing columns: {sorted(row)}."
+        if completion_column not in columns:
+            raise ValueError(
+                f"there is no column {completion_column!r} (sft.completion_column), and {column!r} "
+                "(sft.column) does not end with a message of the assistant. Existing columns: "
+                f"{sorted(columns)}."
             )
-        row[completion_column] = self._read(row[completion_column], isinstance(row[column], str), i)
-        return row | {_IS_WHOLE: is_whole}
+        is_text = isinstance(columns[column], str)
+        columns[completion_column] = _read_completion(columns[completion_column], is_text)
+        columns[_IS_WHOLE] = is_whole
 
-    def where(self, i: int) -> str:
-        return self._table.where(i)
+    def _example(self, text: PromptText, prompt_ids: np.ndarray, columns: dict[str, Any]) -> Sample:
+        completion, sampled = columns[self._completion_column], None
+        if isinstance(completion, str):
+            ids = self._codec.encode_continuation(completion)
+            if not ids or ids[-1] not in self._eos:
+                ids.append(self._eos[0] if isinstance(text, str) else self._end_of_turn)
+        else:
+            assert not isinstance(text, str), "messages follow messages"
+            first = 0 if columns[_IS_WHOLE] else len(text)
+            turns = self._turns.find([*text, *completion], tools_of(columns), first)
+            self.left_out.update(turns.left_out)
+            if True not in turns.is_learned:
+                raise ValueError(
+                    "the chat template prints nothing of the assistant. Remove the row."
+                )
+            begin = turns.is_learned.index(True)
+            prompt_ids, ids = np.array(turns.token_ids[:begin], np.int32), turns.token_ids[begin:]
+            sampled = np.array(turns.is_learned[begin:])
+        check_vocabulary(ids, self.limits.vocab_size)
+        return Sample(prompt_ids, np.array(ids, np.int32), None, sampled=sampled)
 
-    def close(self) -> None:
-        self._table.close()
+    @functools.cached_property
+    def _turns(self) -> TurnFinder:
+        return TurnFinder(self._codec, (*self._eos, self._end_of_turn))
 
-    def _read(self, completion: Any, is_text: bool, i: int) -> str | list[dict[str, Any]]:
-        """Returns text, or the messages that follow chat messages."""
-        if isinstance(completion, str) and completion:
-            return completion
-        fault = f"got {completion!r:.200}"
-        if _ends_with_assistant(completion):
-            try:
-                messages = read_messages(completion)
-            except ValueError as error:
-                raise RowError(
-                    f"{self.where(i)}: a completion must be messages, {error}."
-                ) from error
-            if not is_text:
-                return messages
-            if len(messages) == 1 and not any(map(messages[0].get, _OTHER_PARTS)):
-                return messages[0]["content"]
-            fault = f"and behind a prompt that is text, a single one with content alone, {fault}"
-        raise RowError(
-            f"{self.where(i)}: a completion must be a string that is not empty, or a list of messages "
-            f"that ends with one of the assistant, {fault}."
-        )
+    @functools.cached_property
+    def _end_of_turn(self) -> int:
+        """The token that the template writes behind a turn, if it ends a completion."""
+        token = self._codec.single_token(self._codec.end_of_turn() or "")
+        return token if token in self._eos else self._eos[0]
 
 
 def _ends_with_assistant(value: Any) -> bool:
@@ -127,20 +135,24 @@ def _ends_with_assistant(value: Any) -> bool:
     return isinstance(last, dict) and last.get("role") == "assistant"
 
 
-class ExampleSet(PromptSet):
-    """Prompts with a column that holds the whole example, which ``make`` makes of them."""
-
-    def __init__(self, make: Callable[..., Sample], *args: Any) -> None:
-        super().__init__(*args)
-        self._make = make
-
-    def _tokens_of(self, text: PromptText, row: int, columns: dict[str, Any]) -> np.ndarray | None:
-        if (token_ids := super()._tokens_of(text, row, columns)) is not None:
-            try:
-                columns[_SAMPLE] = self._make(text, token_ids, columns)
-            except ValueError as error:
-                raise RowError(f"{self.where(row)}: {error}") from error
-        return token_ids
+def _read_completion(value: Any, is_text: bool) -> str | list[dict[str, Any]]:
+    """Returns text, or the messages that follow chat messages."""
+    if isinstance(value, str) and value:
+        return value
+    fault = f"got {value!r:.200}"
+    try:
+        messages = read_messages(value) if _ends_with_assistant(value) else []
+    except ValueError as error:
+        messages, fault = [], str(error)
+    if messages and not is_text:
+        return messages
+    alone = messages[0] if len(messages) == 1 else {}
+    if alone.get("content") and not any(map(alone.get, _OTHER_PARTS)):
+        return alone["content"]
+    raise ValueError(
+        "a completion must be a string that is not empty, or a list of messages that ends with one of "
+        f"the assistant (behind a prompt that is text, a single one with content alone), {fault}."
+    )
 
 
 class ExampleStream:
@@ -162,36 +174,34 @@ class ExampleStream:
         *,
         date: str = "",
     ) -> None:
-        self._settings, prompts, row_len = config.sft, config.prompts, config.training.seq_len
+        sft, prompts, row_len = config.sft, config.prompts, config.training.seq_len
         self._codec = TextCodec(
             str(model.path), model.eos_token_ids, prompts.chat_template_kwargs, date,
             special_tokens=prompts.special_tokens,
         )  # fmt: skip
-        self._path, self._key = path, key
-        self._eos, self._vocab_size = model.eos_token_ids, model.vocab_size
-        self._max_tokens = min(config.sft.max_example_tokens or row_len, row_len)
-        self._left_out: Counter[str] = Counter()
-        self.num_too_long = self.num_unusable = 0
-        # An example has a completion of at least one token.
+        self._key, self.num_too_long, self.num_unusable = key, 0, 0
+        max_tokens = min(sft.max_example_tokens or row_len, row_len)
         limits = PromptLimits(
-            max(1, self._max_tokens - 1),
+            max_tokens - 1,
             model.vocab_size,
             source="sft.max_example_tokens, or training.seq_len, minus one",
             remedy=_REMEDY,
         )
-        column = config.sft.column
         try:
-            table = ExampleTable(
-                open_table(path, prompts.split, {}, column, key, prompts.name), config.sft
+            table = open_table(path, prompts.split, {}, sft.column, key, prompts.name)
+            prompts = replace(prompts, column=sft.column)
+            self._set = ExampleSet(
+                sft, model.eos_token_ids, table, prompts, self._codec, limits, key
             )
-            prompts = replace(prompts, column=column)
-            self._set = ExampleSet(self._make, table, prompts, self._codec, limits, key)
-            self.checked = check_rows(self._set, fits=self._fits)
-            self._told_left_out = sorted(self._left_out.items())
+            self.checked = check_rows(self._set)
+            self._told_left_out = sorted(self._set.left_out.items())
         except ValueError as error:
             raise DataError(str(error)) from error
         if self.checked.num_fitting == 0:
-            raise self._none_fits()
+            raise DataError(
+                f"{key}: none of the {len(self)} examples in {path} is at most {max_tokens} tokens "
+                f"long. {_REMEDY}"
+            )
         self._stream = PromptStream(
             [self._set],
             seed=config.debug.seed or 0,
@@ -224,19 +234,18 @@ class ExampleStream:
         return self._stream.position
 
     def next(self) -> Sample:
-        begin = self.position
-        while self.position < begin + len(self):
-            try:
-                prompt = self._stream.next()
-            except ValueError as error:
-                raise DataError(str(error)) from error
-            for skipped in self._stream.take_skipped():
-                self._count(skipped)
-            sample = prompt.columns[_SAMPLE]
-            if sample.num_tokens <= self._max_tokens:
-                return sample
-            self.num_too_long += 1
-        raise self._none_fits()
+        try:
+            prompt = self._stream.next()
+        except ValueError as error:
+            raise DataError(str(error)) from error
+        for skipped in self._stream.take_skipped():
+            self.num_too_long += skipped.reason == "too long"
+            self.num_unusable += skipped.reason == "unusable"
+            if skipped.reason == "unusable" and self.num_unusable == 1:
+                logger.warning(
+                    f"{self._key}: first of the examples that cannot be used: {skipped.detail}"
+                )
+        return prompt.columns[_SAMPLE]
 
     def all(self) -> list[Sample]:
         samples = [self.next()]
@@ -249,55 +258,6 @@ class ExampleStream:
 
     def close(self) -> None:
         self._stream.close()
-
-    def _none_fits(self) -> DataError:
-        return DataError(
-            f"{self._key}: none of the {len(self)} examples in {self._path} is at most "
-            f"{self._max_tokens} tokens long. {_REMEDY}"
-        )
-
-    def _count(self, skipped: Skipped) -> None:
-        if skipped.reason == "too long":
-            self.num_too_long += 1
-            return
-        self.num_unusable += 1
-        if self.num_unusable == 1:
-            logger.warning(
-                f"{self._key}: first of the examples that cannot be used: {skipped.detail}"
-            )
-
-    def _fits(self, prompt: Prompt) -> bool:
-        return prompt.columns[_SAMPLE].num_tokens <= self._max_tokens
-
-    def _make(self, text: PromptText, prompt_ids: np.ndarray, columns: dict[str, Any]) -> Sample:
-        completion = columns[self._settings.completion_column]
-        where = f"{self._key}: {self._path}"
-        if isinstance(completion, str):
-            ids = self._codec.encode_continuation(completion)
-            if not ids or ids[-1] not in self._eos:
-                ids.append(self._eos[0] if isinstance(text, str) else self._end_of_turn)
-            return supervised_sample(prompt_ids, ids, self._vocab_size, where)
-        assert not isinstance(text, str), "messages follow messages"
-        first = 0 if columns[_IS_WHOLE] else len(text)
-        turns = self._turns.find([*text, *completion], tools_of(columns), first)
-        self._left_out.update(turns.left_out)
-        if True not in turns.is_learned:
-            raise ValueError("the chat template prints nothing of the assistant. Remove the row.")
-        begin = turns.is_learned.index(True)
-        prompt_ids = np.array(turns.token_ids[:begin], np.int32)
-        sample = supervised_sample(prompt_ids, turns.token_ids[begin:], self._vocab_size, where)
-        return replace(sample, sampled=np.array(turns.is_learned[begin:]))
-
-    @functools.cached_property
-    def _turns(self) -> TurnFinder:
-        return TurnFinder(self._codec, (*self._eos, self._end_of_turn))
-
-    @functools.cached_property
-    def _end_of_turn(self) -> int:
-        """The token that the template writes behind a turn, if it ends a completion."""
-        mark = self._codec.end_of_turn()
-        token = None if mark is None else self._codec.single_token(mark)
-        return token if token in self._eos else self._eos[0]
 
 
 class SupervisedSource(StepSource):

@@ -44,14 +44,15 @@ text has this code point, which Unicode reserves for such use."""
 
 Messages = Sequence[dict[str, Any]]
 _as_json = functools.partial(json.dumps, ensure_ascii=False)
-
-
 _TEXTS = (None, "text", "input_text", "output_text")
 _MEDIA = re.compile(r"(input_)?(image|audio|video)s?(_url|_path)?")
 
 
-def joined_text(content: Any) -> Any:
-    """Joins the parts of a message's content. A ValueError names the first that is no text."""
+def text_of(message: Mapping[str, Any]) -> Any:
+    """Returns a message's content, its parts joined. A ValueError names what is no text."""
+    if media := media_in(message):
+        raise ValueError(repr(media))
+    content = message.get("content")
     if not isinstance(content, list):
         return content
     parts = [{"text": part} if isinstance(part, str) else part for part in content]
@@ -111,7 +112,12 @@ class ChatTemplate:
         self._refused: set[frozenset[tuple[Any, Any]]] = set()
         self._longest = 2
         self._source = self._template()
-        self._check_variables()
+        for name in self._variables:  # Jinja would ignore one that the template never mentions
+            if not self.reads(name):
+                raise ValueError(
+                    f"prompts.chat_template_kwargs sets {name!r}, which the chat template of {path} does "
+                    "not read. Remove it, or check its spelling against the template."
+                )
 
     @property
     def date(self) -> str:
@@ -130,19 +136,18 @@ class ChatTemplate:
                 m if m.get("role") == "assistant" else marked_plain(self._special, m)
                 for m in messages
             ]
-        quoted, refused = None, None
+        texts, errors = [], []
         for form in _forms_of_calls(messages):
             try:
-                text = self._checked(form, opens_turn=opens_turn, tools=tools)
+                texts.append(self._checked(form, opens_turn=opens_turn, tools=tools))
             except ValueError as error:
-                refused = refused or error
+                errors.append(error)
                 continue
-            if not _quotes_arguments(form, text):
-                return text
-            quoted = quoted or text
-        if quoted is None and refused is not None:
-            raise refused
-        return quoted or ""
+            if not _quotes_arguments(form, texts[-1]):
+                return texts[-1]
+        if not texts:
+            raise errors[0]
+        return texts[0]
 
     def _checked(self, messages: Messages, *, opens_turn: bool, tools: Messages) -> str:
         text = self._render(messages, opens_turn=opens_turn, tools=tools)
@@ -166,12 +171,6 @@ class ChatTemplate:
     def _render(self, messages: Messages, *, opens_turn: bool = True, tools: Messages = ()) -> str:
         try:
             return self._ask(list(messages), opens_turn=opens_turn, tools=tools) or ""
-        except _LimitReached as error:
-            raise ValueError(
-                f"The chat template of {self._path} must stay within its limits, but it took more than "
-                f"{error} to render {messages!r:.200}. Correct the template, which may loop without "
-                "end."
-            ) from error
         except ValueError as error:
             raise ValueError(
                 f"The chat template of {self._path} cannot render {messages!r:.200}: {error}"
@@ -211,16 +210,6 @@ class ChatTemplate:
     def reads(self, name: str) -> bool:
         """Whether the template mentions a variable."""
         return re.search(rf"\b{re.escape(name)}\b", self._source) is not None
-
-    def _check_variables(self) -> None:
-        """Refuses variables that the template never mentions: Jinja would ignore them."""
-        for name in self._variables:
-            if not self.reads(name):
-                raise ValueError(
-                    f"prompts.chat_template_kwargs sets {name!r}, which the chat template of "
-                    f"{self._path} does not read. Remove it, or check its spelling against the "
-                    "template."
-                )
 
     def _check_roles(self, messages: Messages) -> bool:
         """Returns whether it was possible to check."""
@@ -271,34 +260,33 @@ def _formed(
 ) -> dict[str, Any]:
     """Returns a message with arguments of a ``kind`` in another form, if it has calls."""
     calls = []
-    for call, arguments in _arguments(message):
+    for call, function in _calls(message):
         with contextlib.suppress(ValueError):  # text that is no JSON stays as it is
-            if isinstance(arguments, kind):
-                call = call | {"function": call["function"] | {"arguments": form(arguments)}}
+            if isinstance(arguments := function.get("arguments"), kind):
+                call = call | {"function": function | {"arguments": form(arguments)}}
         calls.append(call)
     changed = {"content": message.get("content") or empty, "tool_calls": calls}
     return message | changed if calls else message
 
 
-def _arguments(message: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
-    """Yields the calls of a message, with their arguments if they have any."""
+def _calls(message: Mapping[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Yields the calls of a message, each with its function, which is empty if it names none."""
     calls = message.get("tool_calls")
     for call in calls if isinstance(calls, list) else ():
         function = call.get("function") if isinstance(call, dict) else None
-        yield call, function.get("arguments") if isinstance(function, dict) else None
+        yield call, function if isinstance(function, dict) else {}
 
 
 def _quotes_arguments(messages: Messages, text: str) -> bool:
     """Whether a template has quoted arguments that are JSON in a string."""
-    given = [arguments for message in messages for _, arguments in _arguments(message)]
+    functions = [function for message in messages for _, function in _calls(message)]
+    given = [function.get("arguments") for function in functions]
     return any(isinstance(one, str) and _as_json(one) in text for one in given)
 
 
 def _shape(message: Mapping[str, Any]) -> tuple[Any, ...]:
     """Everything besides the text by which a template may tell messages apart."""
-    calls = message.get("tool_calls")
-    num_calls = len(calls) if isinstance(calls, list) else 0
-    content = message.get("content")
+    num_calls, content = len(list(_calls(message))), message.get("content")
     kind = len(content) if isinstance(content, list) else type(content)
     return message.get("role"), kind, bool(content), num_calls, *sorted(message)
 
@@ -308,33 +296,22 @@ def _probed(message: Mapping[str, Any], position: int) -> dict[str, Any]:
     words = (f"qzv{position}k{number}q" for number in itertools.count())
     probe = dict(message)
     if isinstance(content := probe.get("content"), list):
-        probe["content"] = [_probed_part(part, words) for part in content]
+        probe["content"] = [_probed_text(part, "text", words) for part in content]
     elif isinstance(content, str) and content.strip():
-        probe["content"] = _words(words)
-    if isinstance(calls := probe.get("tool_calls"), list):
-        probe["tool_calls"] = [_probed_call(call, words) for call in calls]
+        probe = _probed_text(probe, "content", words)
+    if isinstance(probe.get("tool_calls"), list):
+        probe["tool_calls"] = [
+            call | {"function": function | {"name": next(words)}} if "name" in function else call
+            for call, function in _calls(probe)
+        ]
     return probe
 
 
-def _words(words: Iterator[str]) -> str:
+def _probed_text(holder: Any, key: str, words: Iterator[str]) -> Any:
+    if not isinstance(holder, dict) or not isinstance(holder.get(key), str):
+        return holder
     # Lines, because a template might print only the first one.
-    return "\n".join(itertools.islice(words, _PROBE_WORDS))
-
-
-def _probed_part(part: Any, words: Iterator[str]) -> Any:
-    has_text = isinstance(part, dict) and isinstance(part.get("text"), str)
-    return part | {"text": _words(words)} if has_text else part
-
-
-def _probed_call(call: Any, words: Iterator[str]) -> Any:
-    function = call.get("function") if isinstance(call, dict) else None
-    if isinstance(function, dict) and "name" in function:
-        return call | {"function": function | {"name": next(words)}}
-    return call
-
-
-class _LimitReached(ValueError):
-    """A template took too much time, memory or text; the message says which."""
+    return holder | {key: "\n".join(itertools.islice(words, _PROBE_WORDS))}
 
 
 class _TemplateProcess:
@@ -349,10 +326,9 @@ class _TemplateProcess:
         self._connection: Connection | None = None
 
     def ask(self, request: dict[str, Any]) -> str | None:
-        """Returns the text; raises ValueError if the template raises or there is no tokenizer.
+        """Returns the text; raises ValueError if the template raises, reaches a limit, or has no tokenizer.
 
-        Raises :class:`_LimitReached` at a limit, ``TimeoutError`` without an answer, and
-        ``RuntimeError`` if the child ends for another reason, twice.
+        Raises ``TimeoutError`` without an answer, and ``RuntimeError`` if the child ends, twice.
         """
         limits = {
             "cpu_seconds": _CPU_SECONDS,
@@ -369,7 +345,9 @@ class _TemplateProcess:
                 "it may be short of memory."
             )
         if "limit" in found:
-            raise _LimitReached(found["limit"])
+            raise ValueError(
+                f"it took more than {found['limit']} to render, and may loop without end. Correct it."
+            )
         if "error" in found:
             raise ValueError(found["error"])
         return found["text"]
@@ -399,11 +377,10 @@ class _TemplateProcess:
 
     def _start(self) -> Connection:
         own, childs = Pipe()
-        environment = worker_environment()
         with childs:
             self._child = subprocess.Popen(
                 [*LIGHT_PYTHON, _MODULE, str(childs.fileno())],
-                env=environment | {"TRANSFORMERS_VERBOSITY": "error"},
+                env=worker_environment() | {"TRANSFORMERS_VERBOSITY": "error"},
                 stdin=subprocess.DEVNULL,
                 pass_fds=[childs.fileno()],
                 start_new_session=True,

@@ -20,7 +20,7 @@ from torchtitan.grpo.rollout.tokenizer import TextCodec
 
 Messages = Sequence[dict[str, Any]]
 _EDGE = re.compile(r"qzv(\d+[be])q")
-_THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 
 
 class Turns(NamedTuple):
@@ -139,7 +139,7 @@ def _left_out(messages: Messages, text: str) -> Iterator[str]:
     for message in messages:
         if message.get("function_call"):
             yield "function_call (write tool_calls)"
-        for key in ("content", *_THOUGHTS):
+        for key in ("content", *THOUGHTS):
             said = message.get(key)
             if isinstance(said, str) and "".join(said.split()) not in printed:
-                yield "thinking" if key in _THOUGHTS or "</think>" in said else "a part of a text"
+                yield "thinking" if key in THOUGHTS or "</think>" in said else "a part of a text"

@@ -60,7 +60,7 @@ def prompt_notes(codec: TextCodec, *, is_chat: bool) -> Iterator[str]:
 def _reply_warnings(codec: TextCodec) -> Iterator[str]:
     for role in ("user", "tool"):
         try:
-            codec.encode_reply([{"role": role, "content": "?"}], ())
+            codec.reply_text([{"role": role, "content": "?"}], ())
         except LeftOut as error:
             yield f"A reply of rollout.environment in the role {role!r} would end the run. {error}"
         except ValueError:  # the template refuses the role by itself

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
+from tokenizers.pre_tokenizers import ByteLevel
 
 from torchtitan.grpo.rollout.chat_template import PLAIN, ChatTemplate, marked_plain
 from torchtitan.grpo.weight_wire.model_folder import about_pointer
@@ -27,13 +28,12 @@ _MARK = re.compile(r"<[|\uff5c].+[|\uff5c]>")
 # add_bos_token does not say it; transformers 5 reads tokenizer.json.
 _BEGINS = {"Llama": True, "CodeLlama": True, "Gemma": True, "Cohere": True, "GPTNeoX": False}
 _PIECE_CHARS = 2**15
-# How tokenizers spell bytes: those with byte fallback as a number, byte-level ones as a letter.
+# How tokenizers spell bytes: those with byte fallback as a number, byte-level ones as a letter, which is
+# that of the same number if it is visible.
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
-_VISIBLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
-_OTHERS = [byte for byte in range(256) if byte not in _VISIBLE]
-_BYTE_OF = {chr(byte): byte for byte in _VISIBLE} | dict(
-    zip(map(chr, range(256, 324)), _OTHERS, strict=True)
-)
+_LETTERS = sorted(ByteLevel.alphabet())
+_BYTES = sorted(range(256), key=lambda byte: chr(byte) not in _LETTERS)
+_BYTE_OF = dict(zip(_LETTERS, _BYTES, strict=True))
 
 
 class TextTooLong(ValueError):
@@ -113,10 +113,9 @@ class TextCodec:
             after = ids[len(ids) - is_added[::-1].index(0) :]
         kind = str(self.settings.get("tokenizer_class")).removesuffix("Fast")
         begins = _BEGINS.get(kind.removesuffix("Tokenizer"))
-        bos = self.special_text("bos_token")
-        token = None if begins is None or bos is None else self._tokenizer.token_to_id(bos)
-        if token is not None:
-            before = [token] if self.settings.get("add_bos_token", begins) else []
+        bos = self._tokenizer.token_to_id(self.special_text("bos_token") or "")
+        if begins is not None and bos is not None:
+            before = [bos] if self.settings.get("add_bos_token", begins) else []
         return before, after
 
     @functools.cached_property
@@ -232,12 +231,6 @@ class TextCodec:
             )
         return end or ""
 
-    def encode_reply(
-        self, messages: Sequence[dict[str, Any]], turn_ids: Sequence[int]
-    ) -> list[int]:
-        """The token IDs of :meth:`reply_text`."""
-        return self.encode_continuation(self.reply_text(messages, turn_ids))
-
     def reply_text(
         self,
         messages: Sequence[dict[str, Any]],
@@ -252,13 +245,7 @@ class TextCodec:
         real one each time would cost the square of its length.
         """
         before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _TURN}]
-        rendered = self.template.render([*before, *messages], tools=tools)
-        _, mark, reply = rendered.rpartition(_TURN)
-        if not mark:
-            raise ValueError(
-                "The model's chat template must render an assistant message unchanged, but it "
-                "omits the message. Return the observation as text instead of chat messages."
-            )
+        _, reply = self._around_turn([*before, *messages], tools=tools)
         last = turn_ids[-1] if turn_ids else None
         if last in self._eos and (end := self._tokenizer.id_to_token(last)):
             reply = reply.removeprefix(end)
@@ -270,14 +257,17 @@ class TextCodec:
         """The text of a conversation whose last message, the assistant's, is to be continued."""
         *before, last = messages
         opened = {**last, "content": (last.get("content") or "") + _TURN}
-        rendered = self.template.render([*before, opened], opens_turn=False, tools=tools)
-        text, mark, _ = rendered.rpartition(_TURN)
+        return self._around_turn([*before, opened], opens_turn=False, tools=tools)[0]
+
+    def _around_turn(self, messages: Sequence[dict[str, Any]], **settings: Any) -> tuple[str, str]:
+        """What the template writes before and behind :data:`_TURN` in a conversation."""
+        before, mark, behind = self.template.render(messages, **settings).rpartition(_TURN)
         if not mark:
             raise ValueError(
-                "The model's chat template must render an assistant message unchanged, but it "
-                "omits the message, which can therefore not be continued."
+                "The model's chat template must render an assistant message unchanged, but it omits the "
+                "message, which nothing can follow. An environment may observe in text instead of messages."
             )
-        return text
+        return before, behind
 
     def encode_observation(self, text: str, *, has_special_tokens: bool) -> list[int]:
         """Without ``has_special_tokens``, the spelling of a special token is plain text."""
@@ -329,8 +319,7 @@ class TextCodec:
         ids = list(completion_ids)
         if ids and ids[-1] in self._eos:
             ids.pop()
-        skipped = {token for token, text in self._special.items() if text not in kept}
-        ids = [token for token in ids if token not in skipped]
+        ids = [token for token in ids if self._special.get(token) in (None, *kept)]
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
     @functools.cached_property

@@ -114,7 +114,7 @@ def test_a_reply_of_an_environment_that_would_vanish_is_refused(make, role):
     codec = make(ONLY)
     reply = [{"role": role, "content": "5"}]
     with pytest.raises(LeftOut, match=rf"the role '{role}' in message 3 of 3"):
-        codec.encode_reply(reply, [1])
+        codec.reply_text(reply, [1])
     with pytest.raises(LeftOut, match=rf"the role '{role}' in message 3 of 3"):
         Conversation(codec, [USER]).reply([1], "4", reply)
 

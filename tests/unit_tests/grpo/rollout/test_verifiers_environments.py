@@ -162,7 +162,7 @@ def test_messages_are_written_behind_a_turn_as_the_chat_template_would(repositor
     opened = codec.encode_chat(prompt)
     turn = [*codec.encode("Yes"), 1]
     whole = codec.encode_chat([*prompt, {"role": "assistant", "content": "Yes"}, *reply])
-    assert opened + turn + codec.encode_reply(reply, turn) == whole
+    assert opened + turn + codec.encode_continuation(codec.reply_text(reply, turn)) == whole
     # Where the model did not write the end of its turn, the template does.
     cut = codec.encode("Yes")
-    assert opened + cut + codec.encode_reply(reply, cut) == whole
+    assert opened + cut + codec.encode_continuation(codec.reply_text(reply, cut)) == whole

@@ -248,7 +248,8 @@ class Episode:
                 if self._conversation is not None:
                     shown = self._conversation.reply(turn.token_ids, text, observation.messages)
                 else:
-                    shown = Shown(codec.encode_reply(observation.messages, turn.token_ids))
+                    reply = codec.reply_text(observation.messages, turn.token_ids)
+                    shown = Shown(codec.encode_continuation(reply))
         except LeftOut:  # so would the next one be, and no rollout must be trained on without it
             raise
         except ValueError as error:

@@ -5,14 +5,15 @@
 
 import re
 import string
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from torchtitan.grpo.config import Prompts, RolloutProcessConfig
-from torchtitan.grpo.rollout.chat_template import joined_text, media_in, tools_of
+from torchtitan.grpo.rollout.chat_template import media_in, text_of, tools_of
 from torchtitan.grpo.rollout.tables import RowError, Table, open_table
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 from torchtitan.grpo.types import Prompt
@@ -157,10 +158,9 @@ class PromptSet:
     def texts(self, first: int, end: int) -> Iterator[tuple[dict[str, Any], PromptText] | RowError]:
         """Yields columns and text of the rows ``first`` to ``end - 1``, or why a row is no prompt."""
         for row, columns in enumerate(self._table.rows(first, end), start=first):
-            if isinstance(columns, RowError):
-                yield columns
-                continue
             try:
+                if isinstance(columns, RowError):
+                    raise columns
                 yield columns, self._text(columns, row)
             except RowError as error:
                 yield error
@@ -201,11 +201,17 @@ class PromptSet:
             f"{self.limits.max_tokens} tokens long{others}. {self.limits.remedy}"
         )
 
-    def _text(self, columns: dict[str, Any], row: int) -> PromptText:
+    @contextmanager
+    def _at(self, row: int) -> Iterator[None]:
+        """Makes a ValueError a RowError, which names the row."""
         try:
-            return prompt_text(columns, self._settings)
+            yield
         except ValueError as error:
             raise RowError(f"{self.where(row)}: {error}") from error
+
+    def _text(self, columns: dict[str, Any], row: int) -> PromptText:
+        with self._at(row):
+            return prompt_text(columns, self._settings)
 
     def _tokens_of(self, text: PromptText, row: int, columns: dict[str, Any]) -> np.ndarray | None:
         if row in self._token_ids:
@@ -220,10 +226,8 @@ class PromptSet:
                 f"{most}."
             )
             return None
-        try:
+        with self._at(row):
             token_ids = self._tokenize(text, columns)
-        except ValueError as error:
-            raise RowError(f"{self.where(row)}: {error}") from error
         if len(token_ids) > limits.max_tokens:
             self.too_long_reason = self.too_long_reason or (
                 f"{self.where(row)}: the prompt has {len(token_ids)} tokens, and at most "
@@ -245,13 +249,17 @@ class PromptSet:
         ids = codec.encode(text) if isinstance(text, str) else codec.encode_chat(text, tools)
         if not ids:
             raise ValueError("the prompt has no tokens. Remove the row.")
-        if max(ids) >= self.limits.vocab_size:
-            raise ValueError(
-                f"the tokenizer produced token id {max(ids)}, but the model's vocabulary has only "
-                f"{self.limits.vocab_size} entries. Check that the tokenizer and config.json in "
-                "model.hf_assets_path belong to the same model."
-            )
+        check_vocabulary(ids, self.limits.vocab_size)
         return np.asarray(ids, dtype=np.int32)
+
+
+def check_vocabulary(token_ids: Sequence[int], vocab_size: int) -> None:
+    if max(token_ids) >= vocab_size:
+        raise ValueError(
+            f"the tokenizer gives token id {max(token_ids)}, but the model's vocabulary has only "
+            f"{vocab_size} entries. The tokenizer and config.json in model.hf_assets_path do not "
+            "belong together."
+        )
 
 
 def num_characters(text: PromptText) -> int:
@@ -332,40 +340,37 @@ def _filled_in(value: str, columns: dict[str, Any], settings: Prompts) -> str:
 
 def read_messages(value: Any) -> list[dict[str, Any]]:
     """Returns messages without nulls, their parts joined. A ValueError says what was received instead."""
-    if fault := _fault_of_messages(value):
-        raise ValueError(fault)
-    return [
-        {key: of_key for key, of_key in message.items() if of_key is not None}
-        | {"content": joined_text(message.get("content"))}
-        for message in value
-    ]
+    if not isinstance(value, list) or not value or not all(map(_has_content, value)):
+        raise ValueError(f"got {value!r:.200}")
+    messages = [_read_message(message, number) for number, message in enumerate(value, start=1)]
+    last = messages[-1]
+    if last["role"] not in ("tool", "assistant") and _is_blank(last["content"]):
+        raise ValueError(f"but the last message ({last['role']}) has no text")
+    return messages
 
 
-def _fault_of_messages(value: Any) -> str | None:
-    if not isinstance(value, list) or not value:
-        return f"got {value!r:.200}"
-    for number, message in enumerate(value, start=1):
-        if not (isinstance(message, dict) and "role" in message):
-            return f"got {value!r:.200}"
-        role = message["role"]
-        if role != "assistant" and "content" not in message:
-            return f"got {value!r:.200}"
-        try:
-            content = joined_text(message.get("content"))
-        except ValueError as error:
-            return f"and the model reads text alone, but message {number} ({role}) has {error}"
-        if not isinstance(role, str) or not role:
-            return f"but message {number} has the role {role!r:.80}"
-        if media := media_in(message):
-            return f"and the model reads text alone, but message {number} ({role}) has {media!r}"
-        has_more = any(value for key, value in message.items() if key not in ("role", "content"))
-        may_be_null = role in _SYSTEM_ROLES or (role == "assistant" and has_more)
-        if not (isinstance(content, str) or (content is None and may_be_null)):
-            return f"but the content of message {number} ({role}) is {content!r:.80}"
-    last = value[-1]
-    if last["role"] not in ("tool", "assistant") and _is_blank(joined_text(last["content"])):
-        return f"but the last message ({last['role']}) has no text"
-    return None
+def _has_content(message: Any) -> bool:
+    """The assistant may have made a call instead."""
+    has_role = isinstance(message, dict) and "role" in message
+    return has_role and ("content" in message or message["role"] == "assistant")
+
+
+def _read_message(message: dict[str, Any], number: int) -> dict[str, Any]:
+    role = message["role"]
+    if not isinstance(role, str) or not role:
+        raise ValueError(f"but message {number} has the role {role!r:.80}")
+    try:
+        content = text_of(message)
+    except ValueError as error:
+        raise ValueError(
+            f"and the model reads text alone, but message {number} ({role}) has {error}"
+        ) from error
+    has_more = any(value for key, value in message.items() if key not in ("role", "content"))
+    may_be_null = role in _SYSTEM_ROLES or (role == "assistant" and has_more)
+    if not (isinstance(content, str) or (content is None and may_be_null)):
+        raise ValueError(f"but the content of message {number} ({role}) is {content!r:.80}")
+    said = {key: of_key for key, of_key in message.items() if of_key is not None}
+    return said | {"content": content}
 
 
 def _is_blank(content: Any) -> bool:

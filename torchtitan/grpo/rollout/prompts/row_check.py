@@ -59,13 +59,9 @@ def check_rows(
     prompts: PromptSet,
     judge: Judge = lambda columns: None,
     *,
-    fits: Callable[[Prompt], bool] = lambda prompt: True,
     say: Callable[[str], object] = logger.info,
 ) -> CheckedRows:
-    """Checks the rows of a set; a ValueError names the first that cannot be used.
-
-    ``fits`` says whether a prompt of allowed length fits with what belongs to it.
-    """
+    """Checks the rows of a set; a ValueError names the first that cannot be used."""
     progress = _Progress(prompts, say)
     bad: dict[int, str] = {}
     sizes: dict[int, int] = {}
@@ -87,11 +83,10 @@ def check_rows(
     for row in _rows_to_tokenize(sizes, set(shapes.values())):
         num_tokenized += 1
         try:
-            prompt = prompts.prompt(row, row)
+            num_fitting += prompts.prompt(row, row) is not None
         except RowError as error:
             bad[row] = str(error)
             break  # a template that renders nothing would fail for each of them, and slowly
-        num_fitting += prompt is not None and fits(prompt)
         if num_tokenized == 1:  # the process that renders has started
             progress = _Progress(prompts, say)
         progress.note(num_tokenized, "tokenized")
