@@ -92,7 +92,7 @@ def _prompt_lines(one: EnvironmentInputs, inputs: Inputs) -> Iterator[str]:
         first = of_set[0]
         most = prompts.limits.max_tokens
         yield f"{prompts.key}: {prompts.path}, {len(prompts)} rows, prompts of at most {most} tokens"
-        columns = [f"{one.config.prompts.column} (the prompt)", *sorted(first.prompt.columns)]
+        columns = [f"{one.config.prompts.column} (the prompt)", *sorted(first.columns)]
         yield f"  columns: {', '.join(columns)}"
         if prompts.checked is not None:
             yield f"  {prompts.checked.describe()}"
