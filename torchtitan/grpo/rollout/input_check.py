@@ -96,16 +96,16 @@ def _prompt_lines(one: EnvironmentInputs, inputs: Inputs) -> Iterator[str]:
         yield f"  columns: {', '.join(columns)}"
         if prompts.checked is not None:
             yield f"  {prompts.checked.describe()}"
-        yield from _first_prompt(first.where, first.prompt, inputs)
+        yield from _first_prompt(first, inputs)
 
 
-def _first_prompt(where: str, prompt: Prompt, inputs: Inputs) -> Iterator[str]:
+def _first_prompt(prompt: Prompt, inputs: Inputs) -> Iterator[str]:
     text = inputs.codec.decode_exactly(prompt.token_ids.tolist())
     shown, half = repr(text), _SHOWN_CHARS // 2
     if len(text) > _SHOWN_CHARS:
         shown = f"{text[:half]!r} ... and ends with {text[-half:]!r}"
     kind = "chat messages" if _is_chat(prompt) else "string"
-    yield f"  first prompt ({where}): {kind}, {len(prompt.token_ids)} tokens: {shown}"
+    yield f"  first prompt ({prompt.row}): {kind}, {len(prompt.token_ids)} tokens: {shown}"
 
 
 def _reward_lines(one: EnvironmentInputs) -> Iterator[str]:
