@@ -99,10 +99,8 @@ def claims_report(lost_rank: int) -> bool:
     try:
         # The ranks of an attempt have a folder each in that of the attempt.
         (Path(file).parent.parent / REPORTED_FILE).open("x").close()
-    except FileExistsError:
-        return False
-    except OSError:  # the agent has removed its folder; twice is better than never
-        return True
+    except OSError as error:  # without the agent's folder, twice is better than never
+        return not isinstance(error, FileExistsError)
     return True
 
 
