@@ -185,7 +185,9 @@ class Learner:
     def _finish_parts(self, gradient: GradientParts, step: int) -> Learned | None:
         of_critic = [] if self.critic is None else self.critic.clipper.parameters()
         gradient.finish([*self.clipper.parameters(), *of_critic])
-        metrics = None if gradient.of_critic is None else gradient.of_critic.without_losses()
+        metrics = gradient.of_critic
+        if metrics is not None:  # those of the losses are added with the step
+            metrics = CriticMetrics(metrics.learning_rate, moments=metrics.moments)
         learned = Learned(gradient.whole(), self._new_totals(), [], metrics)
         if self._are_rewards_refused(step, gradient.samples):
             return None
