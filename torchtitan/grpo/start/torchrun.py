@@ -129,7 +129,8 @@ def _status_of(error: ChildFailedError, folder: Path) -> int:
     rank, failure = error.get_first_failure()
     if failure.exitcode >= 0:
         return failure.exitcode
-    attempt = _last_attempt(folder)
+    attempts = folder.glob("*/attempt_*")
+    attempt = max(attempts, key=lambda path: int(path.name.removeprefix("attempt_")), default=None)
     if attempt is None or not (attempt / REPORTED_FILE).exists():
         name = signal.Signals(-failure.exitcode).name
         cause = (
@@ -144,8 +145,3 @@ def _status_of(error: ChildFailedError, folder: Path) -> int:
             flush=True,
         )
     return 128 - failure.exitcode
-
-
-def _last_attempt(folder: Path) -> Path | None:
-    attempts = folder.glob("*/attempt_*")
-    return max(attempts, key=lambda path: int(path.name.removeprefix("attempt_")), default=None)

@@ -262,7 +262,9 @@ class RankChannel:
             self._tell_status()
             # If this thread itself was held up, what has arrived meanwhile is heard first.
             if time.monotonic() - begin < 2 * _BEAT_SECONDS:
-                self._report_silence()
+                for peer in self._peers:
+                    if (seconds := peer.silent_seconds) > self._silence_seconds:
+                        self._report(peer.loss(seconds))
         if isinstance(hearing, asyncio.Server):
             hearing.close()
         self._tell(Message(self.board.current, farewell=True, failed=self._has_failed))
@@ -322,11 +324,6 @@ class RankChannel:
             self._open_calls[message.call.number] = message.call
             if self._deliver is not None:
                 self._deliver(message.call)
-
-    def _report_silence(self) -> None:
-        for peer in self._peers:
-            if (seconds := peer.silent_seconds) > self._silence_seconds:
-                self._report(peer.loss(seconds))
 
     def _report(self, lost: LostRank | None) -> None:
         if lost is not None and self.lost is None and not self._is_closing:
