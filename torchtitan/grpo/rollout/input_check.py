@@ -142,7 +142,7 @@ def _evaluation_lines(config: RolloutProcessConfig, inputs: Inputs) -> Iterator[
         if settings.environment is not None:
             yield f"  with the settings of environments.{settings.environment}"
         yield f"  {_sampling(settings)}"
-        yield from _first_prompt(f"row {prompts[0].group_id}", prompts[0], inputs)
+        yield from _first_prompt(prompts[0], inputs)
 
 
 def _sampling(settings: EvaluationSet) -> str:
