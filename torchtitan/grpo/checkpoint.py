@@ -70,17 +70,15 @@ def find_start(config: JobConfig, model: HFModel) -> Start:
         if config.checkpoint.load_step != -1 or start.step in damaged:
             raise CheckpointDamaged(folder, problem)
         damaged[start.step] = problem
-    finished = [rank == 0 and is_finished(config, start)]
-    dist.broadcast_object_list(finished, src=0)
-    if finished[0]:
+    # Clocks of hosts differ.
+    shared: list[Any] = [rank == 0 and is_finished(config, start), start.record.date]
+    dist.broadcast_object_list(shared, src=0)
+    is_over, start.record.date = shared
+    if is_over:
         raise RunFinished
     if rank == 0 and config.checkpoint.enable and not config.checkpoint.load_only:
         remove_incomplete(Path(config.job.dump_folder) / config.checkpoint.folder)
-    # The clocks of hosts differ, and all ranks must find the folder settled.
-    date = [start.record.date]
-    dist.broadcast_object_list(date, src=0)
-    dist.barrier()
-    start.record.date = date[0]
+    dist.barrier()  # all ranks must find the folder settled
     return start
 
 
