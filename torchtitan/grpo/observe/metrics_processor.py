@@ -47,7 +47,9 @@ class GRPOMetricsProcessor(MetricsProcessor):
     evaluations: RunLog  # evaluations.jsonl
     evaluated: RunLog  # evaluation_samples.jsonl
 
-    def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims) -> None:
+    def __init__(
+        self, job_config: JobConfig, parallel_dims: ParallelDims, model_args: Any = None
+    ) -> None:
         _keep_wandb_offline_without_key()
         # Upstream would open wandb and TensorBoard on the rank that sees a pipeline's loss.
         with wandb_run(job_config):
@@ -170,13 +172,6 @@ class GRPOMetricsProcessor(MetricsProcessor):
 def _warn(notice: str | None) -> None:
     if notice is not None:
         logger.warning(notice)
-
-
-def build_grpo_metrics_processor(
-    job_config: JobConfig, parallel_dims: ParallelDims, model_args: Any = None
-) -> GRPOMetricsProcessor:
-    """The TrainSpec names this function as ``build_metrics_processor_fn``."""
-    return GRPOMetricsProcessor(job_config, parallel_dims)
 
 
 def _keep_wandb_offline_without_key() -> None:

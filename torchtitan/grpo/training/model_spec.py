@@ -25,7 +25,7 @@ from torchtitan.grpo.models.moe import prepare_moe_for_cpu
 from torchtitan.grpo.models.packed_model import PackedDecoder, ScoringSettings
 from torchtitan.grpo.models.parallelize import compiles_model, parallelize
 from torchtitan.grpo.models.shards import named_parameters
-from torchtitan.grpo.observe.metrics_processor import build_grpo_metrics_processor
+from torchtitan.grpo.observe.metrics_processor import GRPOMetricsProcessor
 from torchtitan.grpo.pipeline.auto import resolve_schedule
 from torchtitan.grpo.pipeline.build import build_schedule, split_model
 from torchtitan.grpo.pipeline.fill_jobs import load_jobs
@@ -65,7 +65,7 @@ def hf_train_spec(
         build_dataloader_fn=None,
         build_tokenizer_fn=None,
         build_validator_fn=None,
-        build_metrics_processor_fn=build_grpo_metrics_processor,
+        build_metrics_processor_fn=GRPOMetricsProcessor,
     )
 
 
