@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from torchtitan.grpo.errors import chain_of
 from torchtitan.grpo.system.files import NotRegularError, check_regular
 
 _ERROR_CHARS = 2000
@@ -69,10 +70,7 @@ def describe_error(error: BaseException) -> str:
 
 def failure_kind(error: BaseException) -> str:
     """Names an exception of the user's code, and says if a service or this machine is a cause."""
-    chain = [error]
-    while (cause := chain[-1].__cause__ or chain[-1].__context__) and len(chain) < 8:
-        chain.append(cause)
-    is_outside = any(_OUTSIDE.search(type(each).__name__) for each in chain)
+    is_outside = any(_OUTSIDE.search(type(each).__name__) for each in chain_of(error))
     return f"{'outside: ' if is_outside else 'raised '}{type(error).__name__}"
 
 
