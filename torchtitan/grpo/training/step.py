@@ -89,11 +89,7 @@ class MinibatchLoss:
     """
 
     def __init__(
-        self,
-        scored: ScoredRows,
-        config: GRPO,
-        scale: float = 1.0,
-        teacher: Teacher | None = None,
+        self, scored: ScoredRows, config: GRPO, scale: float = 1.0, teacher: Teacher | None = None
     ) -> None:
         self.scored, self.config, self.scale, self.teacher = scored, config, scale, teacher
         self._metrics: dict[int, dict[str, Metric]] = {}
