@@ -110,7 +110,8 @@ class GRPOMetricsProcessor(MetricsProcessor):
             self._progress.print(text, always=True)
         if samples:
             self._is_chat = samples[0]["is_chat"]
-        _warn(self._equal_rewards.update(metrics, self._is_chat))
+        if notice := self._equal_rewards.update(metrics, self._is_chat):
+            logger.warning(notice)
 
     def log_evaluation(
         self, step: int, result: EvaluationResult, counts: Mapping[str, int]
@@ -141,7 +142,8 @@ class GRPOMetricsProcessor(MetricsProcessor):
 
     def report(self, outcome: RunOutcome) -> None:
         """Writes and prints the summary of a run that has ended, and closes the files, on rank 0."""
-        _warn(self._equal_rewards.end(self._is_chat))
+        if notice := self._equal_rewards.end(self._is_chat):
+            logger.warning(notice)
         steps, evaluations = self.steps.read(), self.evaluations.read()
         is_supervised = self._config.sft.path is not None
         describe = summarize_supervised if is_supervised else summarize
@@ -167,11 +169,6 @@ class GRPOMetricsProcessor(MetricsProcessor):
         self.monitor.close()
         for part in self._open:
             part.close()
-
-
-def _warn(notice: str | None) -> None:
-    if notice is not None:
-        logger.warning(notice)
 
 
 def _keep_wandb_offline_without_key() -> None:
