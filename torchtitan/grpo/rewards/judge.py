@@ -46,10 +46,6 @@ class _Verdict:
     answer: str
 
 
-class WrongModel(RuntimeError):
-    """The server does not serve a reward model."""
-
-
 class Judge:
     """Scores completions by the answers of a judge, in one event loop.
 
@@ -177,7 +173,12 @@ class Judge:
             if self._settings.kind == "score":
                 # Of vLLM, and of SGLang.
                 values = body["data"][0]["probs"] if "data" in body else body["embedding"]
-                return _Verdict(_usable(_only_output(values)), "")
+                if len(values) != 1:
+                    raise ValueError(
+                        "reward.judge.url must serve a reward model with one output, got one with "
+                        f"{len(values)}."
+                    )
+                return _Verdict(_usable(values[0]), "")
             choice = body["choices"][0]
             answer = choice["message"]["content"]
             is_cut = choice.get("finish_reason") not in _FINISHED
@@ -196,14 +197,6 @@ class Judge:
             last = deque(self._score.finditer(said), maxlen=1)
             score = found_score(last[0], is_cut=is_cut) if last else None
         return _Verdict(_usable(score), answer[-_KEPT_CHARS:])
-
-
-def _only_output(values: list[float]) -> float:
-    if len(values) != 1:
-        raise WrongModel(
-            f"reward.judge.url must serve a reward model with one output, got one with {len(values)}."
-        )
-    return values[0]
 
 
 def _usable(number: float | None) -> float | None:
