@@ -10,6 +10,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -52,7 +53,11 @@ class StatusBoard:
         self._on_change = on_change
         self._lock = threading.Lock()
         self.current = Status(int(os.environ.get("RANK", "0")), socket.gethostname(), os.getpid())
-        self._file = _open_file()
+        self._file: int | None = None
+        if error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+            path = Path(error_file).with_name(STATUS_FILE)
+            with suppress(OSError):  # the agent has ended and removed its folder
+                self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         self._write()
 
     def enter(self, phase: str) -> None:
@@ -78,17 +83,6 @@ class StatusBoard:
             if self._file is not None:
                 os.close(self._file)
             self._file = None
-
-
-def _open_file() -> int | None:
-    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not error_file:
-        return None
-    path = Path(error_file).with_name(STATUS_FILE)
-    try:
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    except OSError:  # the agent has ended and removed its folder
-        return None
 
 
 def claims_report(lost_rank: int) -> bool:
