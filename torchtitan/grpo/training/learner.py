@@ -19,8 +19,9 @@ from torchtitan.grpo.losses.objective import batch_loss_metrics, metric_reductio
 from torchtitan.grpo.training.critic import CRITIC_NORM, Critic, CriticMetrics, build_critic
 from torchtitan.grpo.training.gradient_norm import GradientClipper
 from torchtitan.grpo.training.guards import Guards, Verdict
-from torchtitan.grpo.training.model_spec import choose_reference
+from torchtitan.grpo.training.model_spec import build_reference
 from torchtitan.grpo.training.ranks import RankRole
+from torchtitan.grpo.training.reference import base_reference
 from torchtitan.grpo.training.runner import ForwardJob, ModelRunner, TrainJob
 from torchtitan.grpo.training.step import Minibatch, MinibatchLoss, Scorer
 from torchtitan.grpo.upstream.trainer import OptimizersContainer, Trainer
@@ -331,7 +332,11 @@ def build_learner(
     config: JobConfig = trainer.job_config  # pyright: ignore[reportAssignmentType]
     reference = None
     if config.grpo.kl_coef > 0:
-        reference = choose_reference(trainer, runner)
+        reference = (
+            base_reference(runner, trainer.model_parts, config)
+            if config.lora.rank
+            else build_reference(trainer)
+        )
         trainer.checkpointer.states.update(reference.checkpoint_state())
     critic = None
     if config.has_critic:
