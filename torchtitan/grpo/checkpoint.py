@@ -117,19 +117,15 @@ def load(trainer: Trainer, start: Start, critic: Critic | None = None) -> bool:
         if critic is not None:
             renew_settings(critic.optimizers, critic.schedulers, of_critic)
         if dist.get_rank() == 0:
-            _log_start(config, start, rate, brought)
+            lines = list(describe_start(config, start))
+            if not math.isclose(rate, brought, rel_tol=1e-6, abs_tol=1e-12):
+                lines.append(
+                    f"  The learning rate of step {start.step + 1} is {rate:.6g}; under the settings of "
+                    f"the run that wrote the checkpoint it would be {brought:.6g}."
+                )
+            # Differences are shown whatever observe.log_level hides.
+            (logger.warning if len(lines) > 1 else logger.info)("\n".join(lines))
     return is_loaded
-
-
-def _log_start(config: JobConfig, start: Start, rate: float, brought: float) -> None:
-    lines = list(describe_start(config, start))
-    if not math.isclose(rate, brought, rel_tol=1e-6, abs_tol=1e-12):
-        lines.append(
-            f"  The learning rate of step {start.step + 1} is {rate:.6g}; under the settings of "
-            f"the run that wrote the checkpoint it would be {brought:.6g}."
-        )
-    # Differences are shown whatever observe.log_level hides.
-    (logger.warning if len(lines) > 1 else logger.info)("\n".join(lines))
 
 
 def save_whole(checkpointer: CheckpointManager, step: int) -> None:
