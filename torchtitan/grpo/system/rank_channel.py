@@ -312,8 +312,9 @@ class RankChannel:
             self._peers.remove(peer)
             peer.close()
         self._report(peer.loss())
-        if peer.status is not None:
-            self._fail_calls(peer.status.rank)
+        for number, (future, rank) in self._waiting.items():
+            if peer.status is not None and rank == peer.status.rank:
+                _settle(future, _no_answer(number, rank))
 
     def _take(self, peer: _Peer, message: Message) -> None:
         peer.status = message.status or peer.status
@@ -362,11 +363,6 @@ class RankChannel:
             ) from error
         finally:
             del self._waiting[number]
-
-    def _fail_calls(self, rank: int) -> None:
-        for number, (future, asked) in self._waiting.items():
-            if asked == rank:
-                _settle(future, _no_answer(number, rank))
 
     def _begin_serving(self, deliver: Callable[[Call], None]) -> None:
         self._deliver = deliver
