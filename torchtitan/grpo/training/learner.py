@@ -280,7 +280,11 @@ class Learner:
         norm = self.scorer.feed.all_reduce_metrics(totals, grad_norm)
         critic = self._reduce_critic(of_critic, critic_norm, learned)
         metrics = totals.values(1) | critic
-        spike = "" if is_alone else self._describe_spike(norm, learned)
+        spike = ""
+        if not is_alone and self.guards.is_spike(norm):
+            name, share = self.clipper.largest(norm, self.scorer.feed.group)
+            spike = f"grad_norm {norm:.4g}, {share:.0%} of its square in {name}"
+            learned.spikes.append(spike)
         verdict = self.guards.judge(step, None if is_alone else norm, metrics, spike)
         if verdict is Verdict.TAKE:
             if not is_alone:
@@ -290,13 +294,6 @@ class Learner:
                 self.critic.optimizers.step()
         learned.add(totals, norm)
         return verdict is not Verdict.STOP
-
-    def _describe_spike(self, norm: float, learned: Learned) -> str:
-        if not self.guards.is_spike(norm):
-            return ""
-        name, share = self.clipper.largest(norm, self.scorer.feed.group)
-        learned.spikes.append(f"grad_norm {norm:.4g}, {share:.0%} of its square in {name}")
-        return learned.spikes[-1]
 
     def _forget_idle_states(self, step: int, learned: Learned) -> None:
         """Lets the policy's first step after the critic's warmup begin with new optimizer states.

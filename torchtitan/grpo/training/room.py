@@ -177,7 +177,11 @@ class Room:
         is short.
         """
         self.finish_taking()
-        freed = self._drop_gradients()
+        freed = 0
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                freed += local_tensor(parameter.grad).nbytes
+                parameter.grad = None
         for module in self._sharded:
             module.reshard()
         if self._offloads:
@@ -203,14 +207,6 @@ class Room:
     def take_seconds(self) -> float:
         """Returns how long the last :meth:`take` copied, once; 0 if there is nothing new."""
         return self._memory.take_copy_seconds()
-
-    def _drop_gradients(self) -> int:
-        num_bytes = 0
-        for parameter in self._parameters:
-            if parameter.grad is not None:
-                num_bytes += local_tensor(parameter.grad).nbytes
-                parameter.grad = None
-        return num_bytes
 
     def _move_states_out(self) -> int:
         copies = []
