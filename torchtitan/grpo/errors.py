@@ -3,8 +3,6 @@
 
 """Expected errors, and the exit statuses of training ranks that whoever starts them must know."""
 
-from collections.abc import Iterator
-
 STOPPED_BY_GUARD = 3
 """A guard has stopped the run, with a checkpoint. Starting it again would lead to the same place."""
 
@@ -17,16 +15,6 @@ FOLDER_LOST = 5
 
 FINAL_STATUSES = (STOPPED_BY_GUARD, LAST_SAVE_FAILED, FOLDER_LOST)
 """Statuses of ranks that are not to be started again."""
-
-
-def chain_of(error: BaseException) -> Iterator[BaseException]:
-    """Yields an error and what it was raised from, or while that was handled."""
-    found: BaseException | None = error
-    for _ in range(16):  # a user's chain may be a circle
-        if found is None:
-            return
-        yield found
-        found = found.__cause__ or (None if found.__suppress_context__ else found.__context__)
 
 
 class RunError(Exception):

@@ -11,12 +11,11 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from torchtitan.grpo.errors import chain_of
 from torchtitan.grpo.system.files import NotRegularError, check_regular
 
 _ERROR_CHARS = 2000
@@ -66,6 +65,16 @@ def describe_error(error: BaseException) -> str:
     except Exception as second:
         text = f"(its text cannot be read: {type(second).__name__})"
     return f"{type(error).__name__}: {text[:_ERROR_CHARS]}"
+
+
+def chain_of(error: BaseException) -> Iterator[BaseException]:
+    """Yields an error and what it was raised from, or while that was handled."""
+    found: BaseException | None = error
+    for _ in range(16):  # a user's chain may be a circle
+        if found is None:
+            return
+        yield found
+        found = found.__cause__ or (None if found.__suppress_context__ else found.__context__)
 
 
 def failure_kind(error: BaseException) -> str:

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from torchtitan.grpo.disk_failures import disk_failure
-from torchtitan.grpo.errors import chain_of
+from torchtitan.grpo.functions import chain_of
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.attention_choice import choose_packed_attention
 from torchtitan.grpo.pipeline.schedules import SCHEDULES

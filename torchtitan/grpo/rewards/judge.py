@@ -174,7 +174,7 @@ class Judge:
                 # Of vLLM, and of SGLang.
                 values = body["data"][0]["probs"] if "data" in body else body["embedding"]
                 if len(values) != 1:
-                    raise ValueError(
+                    raise RuntimeError(
                         "reward.judge.url must serve a reward model with one output, got one with "
                         f"{len(values)}."
                     )
