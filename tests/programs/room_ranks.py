@@ -13,10 +13,10 @@ from torch.distributed.tensor import DTensor
 from torchtitan.grpo.data.feed import Feed, RankZeroFailed, Signal, TrainBatch
 from torchtitan.grpo.models.shards import local_tensor
 from torchtitan.grpo.training.lending import Loan, LoanFailed
-from torchtitan.grpo.training.room import Copies, HostMemory, Room
+from torchtitan.grpo.training.room import Copies, DeviceMemory, Room
 
 
-class SecondMemory(HostMemory):
+class SecondMemory(DeviceMemory):
     """Stands for a GPU's host memory; copies back have no effect until they are awaited."""
 
     def __init__(self) -> None:

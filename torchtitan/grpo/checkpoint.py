@@ -79,17 +79,15 @@ def find_start(config: JobConfig, model: HFModel) -> Start:
         if config.checkpoint.load_step != -1 or start.step in damaged:
             raise CheckpointDamaged(folder, problem)
         damaged[start.step] = problem
-    finished = [rank == 0 and is_finished(config, start)]
-    dist.broadcast_object_list(finished, src=0)
-    if finished[0]:
+    # Clocks of hosts differ.
+    shared: list[Any] = [rank == 0 and is_finished(config, start), start.record.date]
+    dist.broadcast_object_list(shared, src=0)
+    is_over, start.record.date = shared
+    if is_over:
         raise RunFinished
     if rank == 0 and config.checkpoint.enable and not config.checkpoint.load_only:
         remove_incomplete(Path(config.job.dump_folder) / config.checkpoint.folder)
-    # The clocks of hosts differ, and all ranks must find the folder settled.
-    date = [start.record.date]
-    dist.broadcast_object_list(date, src=0)
-    dist.barrier()
-    start.record.date = date[0]
+    dist.barrier()  # all ranks must find the folder settled
     return start
 
 
@@ -128,19 +126,15 @@ def load(trainer: Trainer, start: Start, critic: Critic | None = None) -> bool:
         if critic is not None:
             renew_settings(critic.optimizers, critic.schedulers, of_critic)
         if dist.get_rank() == 0:
-            _log_start(config, start, rate, brought)
+            lines = list(describe_start(config, start))
+            if not math.isclose(rate, brought, rel_tol=1e-6, abs_tol=1e-12):
+                lines.append(
+                    f"  The learning rate of step {start.step + 1} is {rate:.6g}; under the settings of "
+                    f"the run that wrote the checkpoint it would be {brought:.6g}."
+                )
+            # Differences are shown whatever observe.log_level hides.
+            (logger.warning if len(lines) > 1 else logger.info)("\n".join(lines))
     return is_loaded
-
-
-def _log_start(config: JobConfig, start: Start, rate: float, brought: float) -> None:
-    lines = list(describe_start(config, start))
-    if not math.isclose(rate, brought, rel_tol=1e-6, abs_tol=1e-12):
-        lines.append(
-            f"  The learning rate of step {start.step + 1} is {rate:.6g}; under the settings of "
-            f"the run that wrote the checkpoint it would be {brought:.6g}."
-        )
-    # Differences are shown whatever observe.log_level hides.
-    (logger.warning if len(lines) > 1 else logger.info)("\n".join(lines))
 
 
 def save_whole(checkpointer: CheckpointManager, step: int) -> None:

@@ -156,7 +156,10 @@ class GRPOCheckpointManager(CheckpointManager):
         kept = "There is no whole checkpoint."
         if whole := whole_steps(Path(self.folder)):
             kept = f"The newest whole checkpoint is that of step {whole[-1]}."
-        reason = _reason(error, Path(self.folder))
+        causes = [error]
+        if isinstance(error, CheckpointException):
+            causes = [wrapped[0] for wrapped in error.failures.values()]
+        reason = describe_failure(causes, Path(self.folder))
         return f"The checkpoint {self._saving} could not be written: {reason}. {kept}"
 
     def _end_failed(self, error: BaseException) -> None:
@@ -213,11 +216,3 @@ def adopt(
     if manager.enable:  # once: a folder that is removed later is not made again
         Path(manager.folder).parent.mkdir(parents=True, exist_ok=True)
     return manager
-
-
-def _reason(error: BaseException, folder: Path) -> str:
-    """Describes a failure in one line, with the free space if that is the reason."""
-    causes = [error]
-    if isinstance(error, CheckpointException):
-        causes = [wrapped[0] for wrapped in error.failures.values()]
-    return describe_failure(causes, folder)

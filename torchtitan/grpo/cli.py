@@ -3,6 +3,7 @@
 
 """The commands of ``torchtitan-grpo``, the console script."""
 
+import importlib
 import importlib.metadata
 import platform
 import sys
@@ -54,18 +55,15 @@ On several nodes, start the same command on each of them:
 _HELP = ("-h", "--help", "help")
 
 
-def init(arguments: list[str]) -> int:
-    with without_torch():
-        from torchtitan.grpo.init_config.command import init as write
+def _imported(module: str, name: str) -> Callable[[list[str]], int]:
+    """Returns a command whose module is imported only when it is called."""
 
-    return write(arguments)
+    def command(arguments: list[str]) -> int:
+        with without_torch():
+            function = getattr(importlib.import_module(f"torchtitan.grpo.{module}"), name)
+        return function(arguments)
 
-
-def train(arguments: list[str]) -> int:
-    with without_torch():
-        from torchtitan.grpo.start.train import train as start
-
-    return start(arguments)
+    return command
 
 
 def sft(arguments: list[str]) -> int:
@@ -109,13 +107,6 @@ def schedule(arguments: list[str]) -> int:
             )
         show_schedules(config, given)
     return 0
-
-
-def plan(arguments: list[str]) -> int:
-    with without_torch():
-        from torchtitan.grpo.plan.command import plan as simulate_run
-
-    return simulate_run(arguments)
 
 
 def evaluate(arguments: list[str]) -> int:
@@ -167,22 +158,13 @@ def version() -> str:
     return importlib.metadata.version("torchtitan-grpo")
 
 
-def show_settings(arguments: list[str]) -> int:
-    with without_torch():
-        from torchtitan.grpo.command_line.help_page import help_words, page
-        from torchtitan.grpo.job_config import JobConfig
-
-    print(page(JobConfig, help_words(arguments) or []))
-    return 0
-
-
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
-    "init": init,
-    "train": train,
+    "init": _imported("init_config.command", "init"),
+    "train": _imported("start.train", "train"),
     "sft": sft,
     "check-config": check_config,
     "schedule": schedule,
-    "plan": plan,
+    "plan": _imported("plan.command", "plan"),
     "evaluate": evaluate,
     "serve": serve,
     "verify": verify,
@@ -208,7 +190,11 @@ def run(arguments: list[str]) -> int:
         print(f"error: unknown command {name!r}\n" if name else "", USAGE, sep="", file=sys.stderr)
         return 2
     if name in ("train", "sft", "check-config") and ("--help" in rest or "-h" in rest):
-        return show_settings(rest)
+        with without_torch():
+            from torchtitan.grpo.command_line.help_page import help_words, page
+            from torchtitan.grpo.job_config import JobConfig
+        print(page(JobConfig, help_words(rest) or []))
+        return 0
     try:
         return COMMANDS[name](rest)
     except RunError as error:

@@ -84,7 +84,7 @@ from torchtitan.grpo.models.hf_config import HFModel
 from torchtitan.grpo.observe.run_log import RunLog
 from torchtitan.grpo.rollout.drops import run_summary
 from torchtitan.grpo.rollout.link import RolloutFailed, RolloutKilled, RolloutLink
-from torchtitan.grpo.rollout.results import EvaluationResult, RolloutBatch
+from torchtitan.grpo.rollout.results import EvaluationResult
 from torchtitan.grpo.rollout.saved import discard_after, file_of
 from torchtitan.grpo.run_folder.contents import steps_in
 from torchtitan.grpo.system.cpu_speed import FAST, bfloat16_speedup
@@ -92,7 +92,7 @@ from torchtitan.grpo.system.device import num_training_gpus, visible_gpus
 from torchtitan.grpo.system.groups import leader_address
 from torchtitan.grpo.system.logs import logger
 from torchtitan.grpo.training.lent_memory import lent_part
-from torchtitan.grpo.types import PromptProgress, RolloutGroup, ServerInfo
+from torchtitan.grpo.types import PromptProgress, ServerInfo
 from torchtitan.grpo.weight_sync.build import client_for
 
 LEDGER_FILE = "ledger.jsonl"
@@ -207,7 +207,15 @@ class RolloutController(StepSource):
             return step
         groups = self._planner.groups
         self.progress = batch.progress
-        self._ledger.add(ledger_record(version + 1, batch, groups))
+        self._ledger.add(
+            {
+                "step": version + 1,
+                "trained": [group.group_id for group in groups],
+                "closed": {str(index): reason for index, reason in batch.closed.items()},
+                "position": batch.progress.position,
+                "open": list(batch.progress.open),
+            }
+        )
         self.samples.write(version + 1, groups, self._planner.advantages)
         if self._recorder is not None:
             self._recorder.write(version, batch.progress, groups)
@@ -335,17 +343,6 @@ class RolloutController(StepSource):
         self._ledger.close()
         if self._recorder is not None:
             self._recorder.close()
-
-
-def ledger_record(step: int, batch: RolloutBatch, groups: Sequence[RolloutGroup]) -> dict[str, Any]:
-    """A line of ``ledger.jsonl`` for all ``groups`` of a step, whose last part is ``batch``."""
-    return {
-        "step": step,
-        "trained": [group.group_id for group in groups],
-        "closed": {str(index): reason for index, reason in batch.closed.items()},
-        "position": batch.progress.position,
-        "open": list(batch.progress.open),
-    }
 
 
 def _server_device(config: JobConfig) -> Literal["cpu", "cuda"]:

@@ -41,8 +41,8 @@ def disk_failure(error: BaseException, dump_folder: str) -> str | None:
 
 def room_problem(errors: list[BaseException], path: Path) -> str | None:
     """Returns a clause that says why a disk took no more; None if the errors have another cause."""
-    numbers, mib = {_number(error) for error in errors}, free_bytes(path) / 2**20
-    disk = _disk_of(path)
+    numbers, disk = {_number(error) for error in errors}, _disk_of(path)
+    mib = disk.f_bavail * disk.f_frsize / 2**20
     # File systems without a fixed number of inodes state 0 of 0.
     if errno.ENOSPC in numbers and disk.f_files and not disk.f_favail:
         return f"the disk of {path} takes no more files: all its inodes are used (df -i)"
@@ -76,13 +76,8 @@ def _number(error: BaseException) -> int | None:
     return next((number for number, text in _TEXTS.items() if text.search(str(error))), None)
 
 
-def free_bytes(path: Path) -> int:
-    """Returns the free space of the disk of a path, which need not exist yet."""
-    disk = _disk_of(path)
-    return disk.f_bavail * disk.f_frsize
-
-
 def _disk_of(path: Path) -> os.statvfs_result:
+    """The disk of a path, which need not exist yet."""
     try:
         return os.statvfs(path)
     except OSError:

@@ -139,11 +139,8 @@ def _memory(config: JobConfig, model: HFModel) -> Iterator[str]:
     num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
     yield from (f"  {line}" for line in describe_memory(config, model, num_ranks))
     yield from (f"  {line}" for line in describe_lent_memory(config, model, num_ranks))
-    if config.has_servers:
-        yield from _push_memory(config, model)
-
-
-def _push_memory(config: JobConfig, model: HFModel) -> Iterator[str]:
+    if not config.has_servers:
+        return
     shapes = parameter_shapes(config, model)
     _, adapter_of = build_without_memory(config, model)
     num_servers = count_servers(server_groups(config)) or len(named_urls(config.inference))
@@ -153,7 +150,7 @@ def _push_memory(config: JobConfig, model: HFModel) -> Iterator[str]:
         shapes,
         adapter_of(str(model.path)),
         num_servers,
-        num_ranks=int(os.environ.get("WORLD_SIZE", "1")),
+        num_ranks=num_ranks,
         on_gpu=on_gpu,
     )
     yield "Memory of the weight push"
@@ -221,11 +218,14 @@ def describe_settings(config: JobConfig) -> str:
 
 
 def describe_plan(config: JobConfig) -> str:
+    num_prompts, size = config.grpo.prompts_per_step, config.grpo.group_size
+    batch = f"{num_prompts} prompts x {size} rollouts = {num_prompts * size}"
+    if config.sft.path is not None:
+        batch = f"{config.sft.examples_per_step} examples"
     lines = [
         "Layout",
         f"  ranks: {describe_layout(config)}",
-        f"  global batch: {_describe_batch(config)}, packed into rows of "
-        f"{config.training.seq_len} tokens",
+        f"  global batch: {batch}, packed into rows of {config.training.seq_len} tokens",
     ]
     if config.sft.path is None:
         staleness = config.rollout.max_head_offpolicyness
@@ -238,13 +238,6 @@ def describe_plan(config: JobConfig) -> str:
             + (f", top_k {teacher.top_k}" if teacher.top_k else "")
         )
     return "\n".join(lines)
-
-
-def _describe_batch(config: JobConfig) -> str:
-    if config.sft.path is not None:
-        return f"{config.sft.examples_per_step} examples"
-    num_prompts, size = config.grpo.prompts_per_step, config.grpo.group_size
-    return f"{num_prompts} prompts x {size} rollouts = {num_prompts * size}"
 
 
 def _describe_servers(config: JobConfig) -> str:

@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -67,12 +67,19 @@ def describe_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[:_ERROR_CHARS]}"
 
 
+def chain_of(error: BaseException) -> Iterator[BaseException]:
+    """Yields an error and what it was raised from, or while that was handled."""
+    found: BaseException | None = error
+    for _ in range(16):  # a user's chain may be a circle
+        if found is None:
+            return
+        yield found
+        found = found.__cause__ or (None if found.__suppress_context__ else found.__context__)
+
+
 def failure_kind(error: BaseException) -> str:
     """Names an exception of the user's code, and says if a service or this machine is a cause."""
-    chain = [error]
-    while (cause := chain[-1].__cause__ or chain[-1].__context__) and len(chain) < 8:
-        chain.append(cause)
-    is_outside = any(_OUTSIDE.search(type(each).__name__) for each in chain)
+    is_outside = any(_OUTSIDE.search(type(each).__name__) for each in chain_of(error))
     return f"{'outside: ' if is_outside else 'raised '}{type(error).__name__}"
 
 

@@ -11,6 +11,7 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from torchtitan.grpo.disk_failures import disk_failure
+from torchtitan.grpo.functions import chain_of
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.attention_choice import choose_packed_attention
 from torchtitan.grpo.pipeline.schedules import SCHEDULES
@@ -23,7 +24,7 @@ _LONG_ROW_TOKENS = 8192
 
 
 def known_failure(error: BaseException, config: JobConfig) -> str | None:
-    for cause in _chain(error):
+    for cause in chain_of(error):
         if isinstance(cause, MemoryError | torch.OutOfMemoryError) or (
             isinstance(cause, RuntimeError) and _OUT_OF_MEMORY.search(str(cause))
         ):
@@ -35,13 +36,6 @@ def known_failure(error: BaseException, config: JobConfig) -> str | None:
         if isinstance(cause, CheckpointException):
             return _unfit_checkpoint(cause, config)
     return None
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    found: BaseException | None = error
-    while found is not None:
-        yield found
-        found = found.__cause__ or (None if found.__suppress_context__ else found.__context__)
 
 
 def _out_of_memory(error: BaseException, config: JobConfig) -> str:

@@ -16,7 +16,7 @@ from torchtitan.grpo.command_line.arguments import Override, read_arguments
 from torchtitan.grpo.command_line.keys import answer_to_value, check_keys
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.system.file_formats import UTF8_MARK, other_format
-from torchtitan.grpo.system.files import open_regular
+from torchtitan.grpo.system.files import read_regular
 from torchtitan.grpo.upstream.configuration import merged_tables
 
 _KEY_VARIABLES: dict[tuple[str, ...], str] = {
@@ -67,8 +67,7 @@ def _read_toml(path: str | None) -> dict[str, Any]:
     if path is None:
         return {}
     try:
-        with open_regular(path) as file:
-            content = file.read()
+        content = read_regular(path)
         return tomllib.loads(content.removeprefix(UTF8_MARK).decode())
     except FileNotFoundError as error:
         raise ConfigError(

@@ -25,7 +25,11 @@ def check_tables(config: JobConfig) -> None:
     if not environments:
         return
     for name, given in environments.items():
-        _check_name(name)
+        require(
+            re.fullmatch(r"[A-Za-z0-9_-]+", name) is not None,
+            "A name in environments is part of the names of metrics, and must have letters, digits, '_' "
+            f"and '-' alone, got {name!r}.",
+        )
         for key, value in given.items():
             _check_part(name, key, value)
         _check_own(config, name, given)
@@ -55,14 +59,6 @@ def _check_replaced(config: JobConfig) -> None:
                 f"{table}.{key} must be left out if every environment sets its own, got {value!r}, "
                 f"which nothing would read. Remove it, or environments.NAME.{table}.{key}.",
             )
-
-
-def _check_name(name: str) -> None:
-    require(
-        re.fullmatch(r"[A-Za-z0-9_-]+", name) is not None,
-        "A name in environments is part of the names of metrics, and must have letters, digits, '_' "
-        f"and '-' alone, got {name!r}.",
-    )
 
 
 def _check_part(name: str, key: str, value: Any) -> None:

@@ -32,7 +32,18 @@ def check_judge(config: JobConfig) -> None:
                 template_text(judge)
         if judge.score:
             _check_score(judge.score)
-        _check_limits(config)
+        limit = config.reward.timeout_seconds
+        require(
+            judge.timeout_seconds <= limit,
+            f"reward.judge.timeout_seconds must be at most reward.timeout_seconds ({limit:g}), which limits "
+            f"all requests of a group, got {judge.timeout_seconds:g}. Raise reward.timeout_seconds.",
+        )
+        variable, passed = judge.api_key_variable, config.workers.pass_variables
+        require(
+            variable is None or is_named(variable, passed),
+            f"reward.judge.api_key_variable = {variable!r} must also be in workers.pass_variables, because "
+            f"a worker sees no other keys, got {passed}.",
+        )
 
 
 def _check_unread(judge: Judge) -> None:
@@ -69,18 +80,3 @@ def _check_score(score: str) -> None:
         require(False, f"{rule}, got {score!r}: {error}.")
     else:
         require(num_groups > 0, f"{rule}, got {score!r} without a group.")
-
-
-def _check_limits(config: JobConfig) -> None:
-    judge, limit = config.reward.judge, config.reward.timeout_seconds
-    require(
-        judge.timeout_seconds <= limit,
-        f"reward.judge.timeout_seconds must be at most reward.timeout_seconds ({limit:g}), which limits "
-        f"all requests of a group, got {judge.timeout_seconds:g}. Raise reward.timeout_seconds.",
-    )
-    variable, passed = judge.api_key_variable, config.workers.pass_variables
-    require(
-        variable is None or is_named(variable, passed),
-        f"reward.judge.api_key_variable = {variable!r} must also be in workers.pass_variables, because a "
-        f"worker sees no other keys, got {passed}.",
-    )

@@ -20,6 +20,8 @@ from torchtitan.grpo.config.evaluation import EvaluationSet, evaluation_sets, se
 from torchtitan.grpo.config_checks.rules import FILE_ENDINGS, check_file, require
 from torchtitan.grpo.job_config import JobConfig
 
+_RENDERING = ("add_generation_prompt", "continue_final_message", "messages", "tokenize")
+
 
 def check_prompts(config: JobConfig) -> None:
     prompts = config.prompts
@@ -36,7 +38,12 @@ def check_prompts(config: JobConfig) -> None:
     )
     _check_paths(prompts.paths)
     _check_weights(prompts)
-    _check_chat(prompts)
+    for name in prompts.chat_template_kwargs:
+        require(
+            name not in _RENDERING,
+            f"prompts.chat_template_kwargs must hold variables of the template, got {name!r}, which "
+            "the run sets itself. Remove it.",
+        )
 
 
 def _check_paths(paths: list[str]) -> None:
@@ -82,18 +89,6 @@ def _check_template(template: str | None) -> None:
         f"prompts.template must contain {{prompt}} or another column in braces, got {template!r}, with "
         "which all prompts would be the same. Insert {prompt}, or remove prompts.template.",
     )
-
-
-_RENDERING = ("add_generation_prompt", "continue_final_message", "messages", "tokenize")
-
-
-def _check_chat(prompts: Prompts) -> None:
-    for name in prompts.chat_template_kwargs:
-        require(
-            name not in _RENDERING,
-            f"prompts.chat_template_kwargs must hold variables of the template, got {name!r}, which "
-            "the run sets itself. Remove it.",
-        )
 
 
 _KEYS = [f.name for f in fields(EvaluationSet)]

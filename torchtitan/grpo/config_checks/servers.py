@@ -48,7 +48,14 @@ def check_inference(config: JobConfig) -> None:
         f"inference.python = '{row.environment}/bin/python'.",
     )
     if inference.launch:
-        _check_launch(inference)
+        with refusing():
+            refuse_keys(inference.kind, inference.extra_args, "inference.extra_args")
+        require(
+            inference.max_restart_seconds >= inference.restart_seconds,
+            "inference.max_restart_seconds must be at least inference.restart_seconds "
+            f"({inference.restart_seconds:g}), from which the pause grows, got "
+            f"{inference.max_restart_seconds:g}.",
+        )
     check_batched_tokens(config)
     python = inference.python
     require(
@@ -65,17 +72,6 @@ def check_batched_tokens(config: JobConfig) -> None:
         not config.inference.launch or budget == 0 or budget > running,
         f"inference.max_batched_tokens must be 0 or above {running}, the completions that a server "
         f"samples at once (rollout.max_concurrent_rollouts, divided by {num_servers} servers), got {budget}.",
-    )
-
-
-def _check_launch(inference: grpo_config.Inference) -> None:
-    with refusing():
-        refuse_keys(inference.kind, inference.extra_args, "inference.extra_args")
-    require(
-        inference.max_restart_seconds >= inference.restart_seconds,
-        "inference.max_restart_seconds must be at least inference.restart_seconds "
-        f"({inference.restart_seconds:g}), from which the pause grows, got "
-        f"{inference.max_restart_seconds:g}.",
     )
 
 

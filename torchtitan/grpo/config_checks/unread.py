@@ -26,12 +26,8 @@ def _on(key: str) -> _Condition:
     return lambda config: get(config, key), f"{key} = true"
 
 
-def _above_zero(key: str, why: str = "") -> _Condition:
-    return lambda config: get(config, key) > 0, f"{key} above 0{why}"
-
-
-def _above_one(key: str) -> _Condition:
-    return lambda config: get(config, key) > 1, f"{key} above 1"
+def _above(key: str, limit: int, why: str = "") -> _Condition:
+    return lambda config: get(config, key) > limit, f"{key} above {limit}{why}"
 
 
 def _given(key: str) -> _Condition:
@@ -46,10 +42,7 @@ def _both(first: _Condition, second: _Condition) -> _Condition:
     return lambda c: first[0](c) and second[0](c), f"{first[1]} and {second[1]}"
 
 
-_HAS_AGENT: _Condition = (
-    lambda config: config.agent.is_used,
-    "agent.command or agent.function",
-)
+_HAS_AGENT: _Condition = (lambda config: config.agent.is_used, "agent.command or agent.function")
 _HAS_TURNS: _Condition = (
     lambda config: config.agent.is_used or config.rollout.environment is not None,
     "rollout.environment, agent.command or agent.function",
@@ -67,7 +60,7 @@ _OF_SAMPLES = (*_NORMS, "group_mean", "leave_one_out", "max_rl")
 
 _READ_WITH: dict[str, dict[_Condition, tuple[str, ...]]] = {
     "grpo": {
-        _above_zero("grpo.kl_coef"): (
+        _above("grpo.kl_coef", 0): (
             *("ref_model_path", "ref_model_ema", "ref_model_offload", "kl_in", "kl_estimator"),
         ),
         _is("grpo.advantage", *_NORMS, why=", which divide by a standard deviation"): (
@@ -79,12 +72,12 @@ _READ_WITH: dict[str, dict[_Condition, tuple[str, ...]]] = {
         _is("grpo.advantage", *_OF_SAMPLES, why=", which are those of whole rollouts"): (
             "advantage_length_power",
         ),
-        _both(_above_zero("grpo.kl_coef"), _is("grpo.kl_in", "loss")): ("kl_importance",),
+        _both(_above("grpo.kl_coef", 0), _is("grpo.kl_in", "loss")): ("kl_importance",),
         _is("grpo.policy_loss", "sapo"): ("sapo_temperature", "sapo_temperature_negative"),
         _is("grpo.policy_loss", "cispo"): ("cispo_two_sided",),
         _is("grpo.policy_loss", "clip", "gspo"): ("dual_clip",),
         _is("grpo.aggregation", "constant_length"): ("aggregation_length",),
-        _above_zero("grpo.overlong_buffer"): ("overlong_penalty",),
+        _above("grpo.overlong_buffer", 0): ("overlong_penalty",),
         _is("grpo.old_policy", "step_start"): (
             *("mismatch_level", "importance_cap", "importance_floor", "mismatch_veto"),
             "mismatch_normalize",
@@ -94,9 +87,7 @@ _READ_WITH: dict[str, dict[_Condition, tuple[str, ...]]] = {
         ),
         _given("grpo.ptx_path"): ("ptx_coef", "ptx_per_step"),
     },
-    "parallelism": {
-        _above_one("parallelism.pipeline_parallel_degree"): ("pipeline_fill_jobs",),
-    },
+    "parallelism": {_above("parallelism.pipeline_parallel_degree", 1): ("pipeline_fill_jobs",)},
     "critic": {
         _is("grpo.advantage", "gae"): (
             *("path", "lr", "gamma", "gae_lambda", "length_adaptive_alpha", "target_lambda"),
@@ -112,8 +103,8 @@ _READ_WITH: dict[str, dict[_Condition, tuple[str, ...]]] = {
     },
     "rollout": {
         _on("rollout.dynamic_sampling"): ("dynamic_sampling_limit",),
-        _above_zero(
-            "rollout.max_head_offpolicyness", " (in synchronous training no group can wait)"
+        _above(
+            "rollout.max_head_offpolicyness", 0, " (in synchronous training no group can wait)"
         ): ("overdue",),
         _on("rollout.stream"): ("stream_parts",),
         _given("rollout.environment"): (
@@ -148,7 +139,7 @@ _READ_WITH: dict[str, dict[_Condition, tuple[str, ...]]] = {
     "weight_sync": {
         _is("weight_sync.transport", "auto", "nccl", "host"): ("master_address", "delta"),
         _is("weight_sync.transport", "disk"): ("disk_path",),
-        _above_zero("weight_sync.attest_every"): ("attest_tolerance",),
+        _above("weight_sync.attest_every", 0): ("attest_tolerance",),
     },
     "guards": {
         _not_off("guards.grad_norm"): ("grad_norm_limit", "grad_norm_factor"),
@@ -158,9 +149,7 @@ _READ_WITH: dict[str, dict[_Condition, tuple[str, ...]]] = {
         _not_off("guards.servers_lost"): ("servers_lost_seconds",),
         _not_off("guards.unscored"): ("unscored_limit",),
     },
-    "lora": {
-        _above_zero("lora.rank"): ("alpha", "target_modules", "base_dtype", "push"),
-    },
+    "lora": {_above("lora.rank", 0): ("alpha", "target_modules", "base_dtype", "push")},
 }
 """For each table, conditions and the keys of the table that are read only if they hold."""
 

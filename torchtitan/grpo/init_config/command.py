@@ -67,12 +67,19 @@ def init(arguments: list[str]) -> int:
     reward = choose_reward(columns, has_template=has_template)
     found = _find(given, folder, source, columns, reward)
 
-    from torchtitan.grpo.init_config.settings import choose_sizes
+    from torchtitan.grpo.init_config.settings import choose_settings, choose_sizes
 
     sizes = choose_sizes(found)
     for line in (*notes, *_summary(found, sizes, source, columns)):
         print(line, flush=True)
-    text = _compose(given, found, sizes)
+    settings, values, fits = choose_settings(found, sizes)
+    if not fits:
+        print(
+            f"warning: even with adapters and recomputation, a training step needs {values['memory']}, so "
+            "that the run may end for want of memory",
+            flush=True,
+        )
+    text = whole_text(settings, values | {"date": date.today(), "command": _train(output)})
     is_new = not reward.is_builtin and write_reward(output, source, columns)
     write_whole(output, text.encode())
     beside = f" and {output.with_name(REWARD_FILE)}" if is_new else ""
@@ -123,20 +130,6 @@ def _find(
         machine=find_machine(),
         dump_folder=f"outputs/{given.output.stem}",
     )
-
-
-def _compose(given: argparse.Namespace, found: "Findings", sizes: "Sizes") -> str:
-    from torchtitan.grpo.init_config.settings import choose_settings
-
-    settings, values, fits = choose_settings(found, sizes)
-    if not fits:
-        print(
-            f"warning: even with adapters and recomputation, a training step needs {values['memory']}, so "
-            "that the run may end for want of memory",
-            flush=True,
-        )
-    values |= {"date": date.today(), "command": _train(given.output)}
-    return whole_text(settings, values)
 
 
 def _summary(found: "Findings", sizes: "Sizes", source: Source, columns: Columns) -> Iterator[str]:

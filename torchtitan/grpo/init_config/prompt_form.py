@@ -64,9 +64,15 @@ def choose_form(
         rename=columns.rename(reward.is_builtin),
     )
     form = PromptForm(settings)
-    instruction = _instruction(columns, reward)
+    is_said = say_form(columns) or (reward.form == "alone" and opens_answer(columns))
+    instruction = "" if is_said else _INSTRUCTIONS[reward.form]
     if columns.is_chat:
-        _shape_chat(form, codec, columns, instruction)
+        with refusing():
+            first = next(text for text in columns.texts if not isinstance(text, str))
+            form.thinks = _begins_thinking(codec.template.render(first))
+        if instruction:  # a template may refuse system messages, and prompts may have their own
+            settings.template = f"{{prompt}}\n\n{_escaped(instruction)}"
+            form.why_template = "the user's turn ends with the form that the reward reads"
         settings.chat_template_kwargs = dict(variables)
     elif codec.has_chat_template():
         _shape_texts(form, codec, instruction)
@@ -75,22 +81,6 @@ def choose_form(
         settings.template = "\n".join(line for line in lines if line)
         form.why_template = "the model has no chat template, so it continues this text"
     return form, codec
-
-
-def _instruction(columns: Columns, reward: RewardChoice) -> str:
-    """What prompts must say for the reward, unless they say it already."""
-    if say_form(columns) or (reward.form == "alone" and opens_answer(columns)):
-        return ""
-    return _INSTRUCTIONS[reward.form]
-
-
-def _shape_chat(form: PromptForm, codec: TextCodec, columns: Columns, instruction: str) -> None:
-    with refusing():
-        first = next(text for text in columns.texts if not isinstance(text, str))
-        form.thinks = _begins_thinking(codec.template.render(first))
-    if instruction:  # a template may refuse system messages, and prompts may have their own
-        form.settings.template = f"{{prompt}}\n\n{_escaped(instruction)}"
-        form.why_template = "the user's turn ends with the form that the reward reads"
 
 
 def _begins_thinking(rendered: str) -> bool:

@@ -161,6 +161,10 @@ def choose_settings(found: Findings, sizes: Sizes) -> tuple[str, dict[str, Any],
 
 def _values(found: Findings, sizes: Sizes) -> dict[str, Any]:
     machine, reward, prompts = found.machine, found.reward, found.form.settings
+    by_device, speedup = _ON_GPU if machine.on_gpu else _ON_CPU, machine.bfloat16_speedup
+    if not machine.on_gpu and speedup >= FAST:
+        why = f"this CPU multiplies bfloat16 {speedup:.1f} times as fast as float32; the servers follow"
+        by_device = by_device | {"mixed_precision_param": "bfloat16", "why_dtype": why}
     per_step = min(128, max(32, 16 * machine.num_ranks)) if machine.on_gpu else 4
     batch = _GROUP_SIZE * min(per_step, found.num_rows)
     why_reward = "to be written: no built-in reward fits"
@@ -170,8 +174,7 @@ def _values(found: Findings, sizes: Sizes) -> dict[str, Any]:
     if reward.form == "alone":
         room = ""
     return {
-        **(_ON_GPU if machine.on_gpu else _ON_CPU),
-        **_fast_dtype(machine),
+        **by_device,
         **{key: value or None for key, value in vars(prompts).items()},
         "split": _split(prompts.path, prompts.split),
         **_held_out(found),
@@ -225,14 +228,6 @@ def _held_out(found: Findings) -> dict[str, Any]:
 def _split(path: str, split: str) -> str | None:
     """Of a file, only rows in brackets are chosen."""
     return None if Path(path).is_file() and "[" not in split else split
-
-
-def _fast_dtype(machine: Machine) -> dict[str, str]:
-    times = machine.bfloat16_speedup
-    if machine.on_gpu or times < FAST:
-        return {}
-    why = f"this CPU multiplies bfloat16 {times:.1f} times as fast as float32; the servers follow"
-    return {"mixed_precision_param": "bfloat16", "why_dtype": why}
 
 
 def _learning_rate(found: Findings, is_lora: bool) -> dict[str, Any]:

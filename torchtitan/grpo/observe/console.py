@@ -70,7 +70,11 @@ class Progress:
             self._task = self._bar.add_task("", total=num_steps, visible=num_steps > 0)
             terminal = sys.stdout, sys.stderr
             self._bar.start()
-            self._reroute(terminal)
+            # The log's handlers go to the streams that the bar has put in place of these.
+            for handler in logging.getLogger().handlers:
+                if isinstance(handler, logging.StreamHandler) and handler.stream in terminal:
+                    self._rerouted.append((handler, handler.stream))
+                    handler.setStream(sys.stdout if handler.stream is terminal[0] else sys.stderr)
 
     def update(self, step: int, metrics: dict[str, float], note: str = "") -> None:
         """Shows a step. A ``note`` stays above the bar, when other steps have replaced this one."""
@@ -113,13 +117,6 @@ class Progress:
         for handler, stream in self._rerouted:
             handler.setStream(stream)
         self._rerouted = []
-
-    def _reroute(self, terminal: tuple[TextIO, TextIO]) -> None:
-        """Points the log's handlers to the streams that the bar has put in place of these."""
-        for handler in logging.getLogger().handlers:
-            if isinstance(handler, logging.StreamHandler) and handler.stream in terminal:
-                self._rerouted.append((handler, handler.stream))
-                handler.setStream(sys.stdout if handler.stream is terminal[0] else sys.stderr)
 
 
 class _Bar(RichProgress):

@@ -35,7 +35,9 @@ class EqualRewardsWatch:
 
     def update(self, metrics: Mapping[str, float], is_chat: bool | None) -> str | None:
         """Adds a step, and returns a notice if one is due; ``is_chat`` is None if it is unknown."""
-        if not self._first or self._is_taught_alone(metrics):
+        # A replay learns from a teacher's ratings in its file without naming a teacher.
+        is_taught = _TAUGHT in metrics and self._config.teacher.coef > 0
+        if not self._first or (is_taught and not reward_functions(self._config)):
             return None
         if metrics["reward/equal_groups_fraction"] < 1:
             self._num_steps, self._due = 0, self._first
@@ -68,11 +70,6 @@ class EqualRewardsWatch:
                 "docs/how-to/first-reward.md tries a reward without a run.",
             ]
         )
-
-    def _is_taught_alone(self, metrics: Mapping[str, float]) -> bool:
-        """A replay learns from a teacher's ratings in its file without naming a teacher."""
-        is_taught = _TAUGHT in metrics and self._config.teacher.coef > 0
-        return is_taught and not reward_functions(self._config)
 
     def _has_rewards_alone(self) -> bool:
         grpo, teacher = self._config.grpo, self._config.teacher

@@ -47,7 +47,9 @@ class GRPOMetricsProcessor(MetricsProcessor):
     evaluations: RunLog  # evaluations.jsonl
     evaluated: RunLog  # evaluation_samples.jsonl
 
-    def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims) -> None:
+    def __init__(
+        self, job_config: JobConfig, parallel_dims: ParallelDims, model_args: Any = None
+    ) -> None:
         _keep_wandb_offline_without_key()
         # Upstream would open wandb and TensorBoard on the rank that sees a pipeline's loss.
         with wandb_run(job_config):
@@ -108,7 +110,8 @@ class GRPOMetricsProcessor(MetricsProcessor):
             self._progress.print(text, always=True)
         if samples:
             self._is_chat = samples[0]["is_chat"]
-        _warn(self._equal_rewards.update(metrics, self._is_chat))
+        if notice := self._equal_rewards.update(metrics, self._is_chat):
+            logger.warning(notice)
 
     def log_evaluation(
         self, step: int, result: EvaluationResult, counts: Mapping[str, int]
@@ -139,7 +142,8 @@ class GRPOMetricsProcessor(MetricsProcessor):
 
     def report(self, outcome: RunOutcome) -> None:
         """Writes and prints the summary of a run that has ended, and closes the files, on rank 0."""
-        _warn(self._equal_rewards.end(self._is_chat))
+        if notice := self._equal_rewards.end(self._is_chat):
+            logger.warning(notice)
         steps, evaluations = self.steps.read(), self.evaluations.read()
         is_supervised = self._config.sft.path is not None
         describe = summarize_supervised if is_supervised else summarize
@@ -165,18 +169,6 @@ class GRPOMetricsProcessor(MetricsProcessor):
         self.monitor.close()
         for part in self._open:
             part.close()
-
-
-def _warn(notice: str | None) -> None:
-    if notice is not None:
-        logger.warning(notice)
-
-
-def build_grpo_metrics_processor(
-    job_config: JobConfig, parallel_dims: ParallelDims, model_args: Any = None
-) -> GRPOMetricsProcessor:
-    """The TrainSpec names this function as ``build_metrics_processor_fn``."""
-    return GRPOMetricsProcessor(job_config, parallel_dims)
 
 
 def _keep_wandb_offline_without_key() -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchtitan.grpo import strict_json
 from torchtitan.grpo.config.environments import reward_functions
-from torchtitan.grpo.config.evaluation import EvaluationSet, evaluation_sets
+from torchtitan.grpo.config.evaluation import evaluation_sets
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.rewards.reward_loading import short_names
 from torchtitan.grpo.strict_json import finite
@@ -110,7 +110,13 @@ def draw_reward_curve(
     components = short_names(reward_functions(config))
     _draw_rewards(top, steps, [*components, *(f"file/{name}" for name in config.environments)])
     if evaluations:
-        _draw_evaluations(top, evaluations, evaluation_sets(config.evaluation))
+        sets = evaluation_sets(config.evaluation)
+        for (name, settings), marker in zip(
+            sets.items(), itertools.cycle("os^vDP*X"), strict=False
+        ):
+            label = f"held out: {settings.function}" + (f" ({name})" if len(sets) > 1 else "")
+            key = f"evaluation/{name}/score"
+            _draw(top, evaluations, key, label, f"k{marker}--", linewidth=1)
     top.set_ylabel("reward, score")
     top.legend(loc="best", fontsize="small")
     _draw_staleness(bottom, steps)
@@ -121,16 +127,6 @@ def draw_reward_curve(
     figure.savefig(file, dpi=120)
     plt.close(figure)
     return file
-
-
-def _draw_evaluations(
-    axes: "Axes", evaluations: Records, sets: Mapping[str, EvaluationSet]
-) -> None:
-    for (name, settings), marker in zip(sets.items(), itertools.cycle("os^vDP*X"), strict=False):
-        key = f"evaluation/{name}/score"
-        label = f"held out: {settings.function}"
-        label += f" ({name})" if len(sets) > 1 else ""
-        _draw(axes, evaluations, key, label, f"k{marker}--", linewidth=1)
 
 
 def title(config: JobConfig) -> str:

@@ -73,10 +73,8 @@ def turns(rollout: Rollout, codec: TextCodec) -> list[dict[str, Any]]:
     A ``role`` is ``prompt``, ``model``, ``environment``, or ``older model`` (``rollout.overdue``).
     A ``new row`` is all that the model saw of what is before it: another context, as agents send.
     """
-    ids, inserted = (
-        rollout.token_ids.tolist(),
-        "older model" if rollout.num_context else "environment",
-    )
+    ids = rollout.token_ids.tolist()
+    inserted = "older model" if rollout.num_context else "environment"
     begins = [("prompt", rollout.prompt_ids.tolist(), 0)]
     begins += [("new row", ids[start : start + n], start + n) for start, n in rollout.new_rows]
     ends = [*(start for start, _ in rollout.new_rows), len(ids)]

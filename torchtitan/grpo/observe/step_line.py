@@ -78,12 +78,12 @@ def _fields(step: int, num_steps: int, metrics: Mapping[str, float]) -> Iterator
     if generated is None:  # a replayed run has no servers
         yield f"trn {number(speed, 4)}/s", f"trained {number(speed, 5)} tok/s"
         return
-    who, share = who_waits(metrics)
     causes = [(metrics.get(key, 0.0), name) for key, name in _CAUSES]
     most, cause = max(causes)
-    short, waits = "gen waits", "rollouts wait"
-    if who == "trainer":
-        short, waits = (cause if 2 * most > share else "trn waits"), "trainer waits"
+    share = metrics.get("time/wait_data_fraction", 0.0)
+    short, waits = (cause if 2 * most > share else "trn waits"), "trainer waits"
+    if (of_rollouts := metrics.get("rollout/wait_trainer_fraction", 0.0)) > share:
+        short, waits, share = "gen waits", "rollouts wait", of_rollouts
     yield (
         f"gen/trn {number(generated, 4)}/{number(speed, 4)}",
         f"generated {number(generated, 5)} tok/s  trained {number(speed, 5)} tok/s",
@@ -105,13 +105,6 @@ def dropped(metrics: Mapping[str, float]) -> str:
     counts = [(metrics.get(key, 0.0), words) for key, words in _DROPPED]
     found = [f"{count:.0f} {words}" for count, words in counts if count]
     return f"dropped: {', '.join(found)}" if found else ""
-
-
-def who_waits(metrics: Mapping[str, float]) -> tuple[str, float]:
-    """Returns who waits more, ``trainer`` or ``rollouts``, and for which share of time."""
-    trainer = metrics.get("time/wait_data_fraction", 0.0)
-    rollouts = metrics.get("rollout/wait_trainer_fraction", 0.0)
-    return ("rollouts", rollouts) if rollouts > trainer else ("trainer", trainer)
 
 
 def number(value: float, width: int) -> str:

@@ -165,7 +165,14 @@ def _lines(facts: _Given) -> Iterator[str]:
     yield f"\nThe run, with {_describe(made.split)} (+- is the spread over {seeds} seeds, {error})"
     yield from (f"  {line}" for line in _describe_run(before))
     yield f"\nWhat to change first (+- is the standard error over {seeds} seeds, {error})"
-    yield from (f"  {line}" for line in _describe_changes(facts, made, before))
+    rows = compare(allowed(made, facts.read, changes(made, facts.config)), before)
+    if best := recommended(rows):
+        yield f"  Recommended: {best[0].name} ({100 * (best[1] - 1):+.0f} % samples a second)"
+    else:
+        yield "  None of these changes gains more than the simulation's noise."
+    for change, gain, own_error in rows:
+        note = f"  ({change.note})" if change.note else ""
+        yield f"    {100 * (gain - 1):+6.1f} % +- {100 * own_error:.1f}  {change.name}{note}"
     devices = facts.options.devices or max(made.num_devices, made.fewest_devices)
     yield f"\nThe best split of {devices:,} devices"
     with refusing():
@@ -271,17 +278,6 @@ def _describe_run(runs: Spread) -> Iterator[str]:
         yield f"lent servers      {percent('lent_tokens')} of the tokens"
     oldest = max(outcome.max_age for outcome in runs.outcomes)
     yield f"age of a sample   {runs.mean('mean_age'):.2f} batches on average, at most {oldest}"
-
-
-def _describe_changes(facts: _Given, made: Plan, before: Spread) -> Iterator[str]:
-    rows = compare(allowed(made, facts.read, changes(made, facts.config)), before)
-    if best := recommended(rows):
-        yield f"Recommended: {best[0].name} ({100 * (best[1] - 1):+.0f} % samples a second)"
-    else:
-        yield "None of these changes gains more than the simulation's noise."
-    for change, gain, error in rows:
-        note = f"  ({change.note})" if change.note else ""
-        yield f"  {100 * (gain - 1):+6.1f} % +- {100 * error:.1f}  {change.name}{note}"
 
 
 def _describe_split(facts: _Given, made: Plan, num_devices: int) -> Iterator[str]:

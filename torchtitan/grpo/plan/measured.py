@@ -40,8 +40,8 @@ class Measured:
     """``num_ranks`` and ``num_servers`` are those with which ``costs`` were measured.
 
     ``waited`` is the part of the time in which training waited for rollouts, and ``cores`` how many
-    cores all processes share, or 0 if each has a GPU. ``assumed`` names the costs of lending that the run does not tell, and ``doubts`` are sentences on
-    what else it does not tell.
+    cores all processes share, or 0 if each has a GPU. ``assumed`` names the costs of lending that the
+    run does not tell, and ``doubts`` are sentences on what else it does not tell.
     """
 
     config: JobConfig

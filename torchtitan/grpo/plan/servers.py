@@ -30,11 +30,8 @@ class SimulatedServer:
         self.version, self.is_lent, self.is_awake = 0, is_lent, not is_lent
         self.busy_seconds, self.tokens = 0.0, 0.0
         self.num_events = 0  # of its plan; an event of an older plan is void
-        self._costs, self._mean_tokens, self._window = (
-            system.costs,
-            system.mean_tokens,
-            system.window,
-        )
+        self._costs, self._window = system.costs, system.window
+        self._mean_tokens = system.mean_tokens
         self._clock, self._at, self._prefill_seconds = 0.0, 0.0, 0.0
         self._running: list[tuple[float, int, Completion]] = []  # with the clock at their ends
         self._started = 0.0  # sum over the running completions

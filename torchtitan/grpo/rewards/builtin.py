@@ -19,8 +19,8 @@ from torchtitan.grpo.rewards.math_answers import OutOfTime, same_answer
 
 Completion = str | list[dict[str, str]]
 
-_THINK_ANSWER = re.compile(r"\s*<think>(.*?)</think>\s*<answer>(.*?)</answer>\s*", re.DOTALL)
-_TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+_PART = r"((?:(?!</?(?:think|answer)>).)*)"  # without another tag
+_THINK_ANSWER = re.compile(rf"\s*<think>{_PART}</think>\s*<answer>{_PART}</answer>\s*", re.DOTALL)
 # Fillers of Hangul, blanks of Braille and of hieroglyphs, and a note without a head.
 _BLANK = "\u115f\u1160\u3164\uffa0\u2800\U00013441\U00013442\U0001d159"
 
@@ -109,7 +109,11 @@ def think_answer_tags(
 
     Each tag must occur once, and both parts must have visible text. White space around them is ignored.
     """
-    return [float(_has_think_answer_form(completion_text(c))) for c in completions]
+    matches = [_THINK_ANSWER.fullmatch(completion_text(completion)) for completion in completions]
+    return [
+        float(match is not None and all(any(map(_is_visible, part)) for part in match.groups()))
+        for match in matches
+    ]
 
 
 def environment(
@@ -162,13 +166,6 @@ def _equal_answers(text: str, expected: str) -> float | None:
 def _is_comparable(expected: str) -> bool:
     """Whether an expected answer can be compared with a simple one."""
     return _equal_answers("#### 1", expected) is not None
-
-
-def _has_think_answer_form(text: str) -> bool:
-    if any(text.count(tag) != 1 for tag in _TAGS):
-        return False
-    match = _THINK_ANSWER.fullmatch(text)
-    return match is not None and all(any(map(_is_visible, part)) for part in match.groups())
 
 
 def _is_visible(character: str) -> bool:

@@ -4,7 +4,6 @@
 """Warns of expected answers for which a built-in reward cannot be earned, before training."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from torchtitan.grpo.rewards.final_answers import expected_number, read_expected
 from torchtitan.grpo.rewards.gold_values import COLUMN, right_answers
@@ -23,17 +22,9 @@ _SHORTEST: dict[str, Callable[[str], str] | None] = {
 }
 
 
-@dataclass(frozen=True)
-class Example:
-    """A prompt with its place in the data set, such as ``train.jsonl:7``."""
-
-    where: str
-    prompt: Prompt
-
-
 def unearnable_warning(
     function: str,
-    examples: Sequence[Example],
+    examples: Sequence[Prompt],
     key: str,
     count_tokens: Callable[[str], int],
     max_new_tokens: int,
@@ -44,7 +35,7 @@ def unearnable_warning(
     shortest = _SHORTEST[function]
     empty, too_long = [], []
     for example in examples:
-        answers = right_answers(example.prompt.columns.get(COLUMN))
+        answers = right_answers(example.columns.get(COLUMN))
         if not any(answer.strip() for answer in answers):
             empty.append(example)
         elif shortest and min(count_tokens(shortest(one)) for one in answers) > max_new_tokens:
@@ -53,12 +44,12 @@ def unearnable_warning(
     if empty:
         causes.append(
             f"the column {COLUMN!r} is empty in {len(empty)} of them (for example in "
-            f"{empty[0].where}); fill it, remove these rows, or take another column with prompts.rename"
+            f"{empty[0].row}); fill it, remove these rows, or take another column with prompts.rename"
         )
     if too_long:
         causes.append(
             f"the expected answer is longer than rollout.max_new_tokens ({max_new_tokens}) in "
-            f"{len(too_long)} of them (for example in {too_long[0].where}); raise "
+            f"{len(too_long)} of them (for example in {too_long[0].row}); raise "
             "rollout.max_new_tokens, or take the bare answers"
         )
     if not causes:

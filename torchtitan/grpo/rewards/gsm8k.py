@@ -42,9 +42,10 @@ def hash_answer_exact(
     number.
     """
     expected = [[_expected_number(text) for text in right_answers(value)] for value in answer]
+    found = [_HASH_LINE.findall(completion_text(completion)) for completion in completions]
     return [
-        float(_last_number(completion_text(completion)) in numbers) if numbers else None
-        for completion, numbers in zip(completions, expected, strict=True)
+        float(bool(lines) and _to_number(lines[-1]) in numbers) if numbers else None
+        for lines, numbers in zip(found, expected, strict=True)
     ]
 
 
@@ -54,11 +55,6 @@ def _format_reward(text: str) -> float:
         return 0.0
     alone_at_the_end = len(lines) == 1 and not text[lines[0].end() :].strip()
     return 1.0 if alone_at_the_end else CONTAINS_CREDIT
-
-
-def _last_number(text: str) -> Decimal | None:
-    found = _HASH_LINE.findall(text)
-    return _to_number(found[-1]) if found else None
 
 
 def _expected_number(answer: str) -> Decimal:

@@ -46,10 +46,6 @@ class _Verdict:
     answer: str
 
 
-class WrongModel(RuntimeError):
-    """The server does not serve a reward model."""
-
-
 class Judge:
     """Scores completions by the answers of a judge, in one event loop.
 
@@ -177,12 +173,15 @@ class Judge:
             if self._settings.kind == "score":
                 # Of vLLM, and of SGLang.
                 values = body["data"][0]["probs"] if "data" in body else body["embedding"]
-                return _Verdict(_usable(_only_output(values)), "")
+                if len(values) != 1:
+                    raise RuntimeError(
+                        "reward.judge.url must serve a reward model with one output, got one with "
+                        f"{len(values)}."
+                    )
+                return _Verdict(_usable(values[0]), "")
             choice = body["choices"][0]
-            answer, is_cut = (
-                choice["message"]["content"],
-                choice.get("finish_reason") not in _FINISHED,
-            )
+            answer = choice["message"]["content"]
+            is_cut = choice.get("finish_reason") not in _FINISHED
         except (KeyError, IndexError, TypeError) as error:
             # Perhaps the page of a proxy, or of another server at a wrong URL.
             raise RouteError(
@@ -191,28 +190,18 @@ class Judge:
             ) from error
         if not isinstance(answer, str):  # the judge was cut off while it still thought
             return _Verdict(None, str(body)[:_KEPT_CHARS])
-        score = self._written_score(answer[-_SEARCHED_CHARS:], is_cut=is_cut)
-        return _Verdict(score if score is None else _usable(score), answer[-_KEPT_CHARS:])
-
-    def _written_score(self, answer: str, *, is_cut: bool) -> float | None:
-        said = answer.rpartition("</think>")[2].partition("<think>")[0]
+        said = answer[-_SEARCHED_CHARS:].rpartition("</think>")[2].partition("<think>")[0]
         if self._score is None:
-            return written_score(said, is_cut=is_cut)
-        last = deque(self._score.finditer(said), maxlen=1)
-        return found_score(last[0], is_cut=is_cut) if last else None
+            score = written_score(said, is_cut=is_cut)
+        else:
+            last = deque(self._score.finditer(said), maxlen=1)
+            score = found_score(last[0], is_cut=is_cut) if last else None
+        return _Verdict(_usable(score), answer[-_KEPT_CHARS:])
 
 
-def _only_output(values: list[float]) -> float:
-    if len(values) != 1:
-        raise WrongModel(
-            f"reward.judge.url must serve a reward model with one output, got one with {len(values)}."
-        )
-    return values[0]
-
-
-def _usable(number: float) -> float | None:
+def _usable(number: float | None) -> float | None:
     """``None`` for NaN, infinity, and what is too large for a reward."""
-    return number if abs(number) <= LARGEST_REWARD else None
+    return number if number is not None and abs(number) <= LARGEST_REWARD else None
 
 
 def _prompt_text(prompt: Any) -> str:

@@ -93,7 +93,16 @@ class LoadedFunction:
     def _start(self, request: Score, log: RewardLog) -> Any:
         missing = missing_arguments(self.function, request.columns)
         if missing:
-            raise _BadReward("argument", _missing_argument(self.function, missing, request.columns))
+            remedy = (
+                foreign_signature(self.function, missing)
+                or f'Rename one with prompts.rename = {{ column = "{missing[0]}" }}, or give the '
+                "argument a default."
+            )
+            raise _BadReward(
+                "argument",
+                f"needs the argument {missing[0]!r}, which is no column of the prompts. Their columns are "
+                f"{sorted(request.columns)}. {remedy}",
+            )
         return call_function(
             self.function,
             request.prompts,
@@ -119,20 +128,6 @@ class LoadedFunction:
             f"{self.path} raised {type(error).__name__}",
             f"{subject} raised {describe_error(error)}{user_line(error, self.function)}",
         )
-
-
-def _missing_argument(
-    function: RewardFunction, missing: list[str], columns: dict[str, list[Any]]
-) -> str:
-    remedy = (
-        foreign_signature(function, missing)
-        or f'Rename one with prompts.rename = {{ column = "{missing[0]}" }}, or give the argument '
-        "a default."
-    )
-    return (
-        f"needs the argument {missing[0]!r}, which is no column of the prompts. Their columns are "
-        f"{sorted(columns)}. {remedy}"
-    )
 
 
 def _checked(result: Any, expected: int) -> Values:

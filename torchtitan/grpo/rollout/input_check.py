@@ -92,20 +92,20 @@ def _prompt_lines(one: EnvironmentInputs, inputs: Inputs) -> Iterator[str]:
         first = of_set[0]
         most = prompts.limits.max_tokens
         yield f"{prompts.key}: {prompts.path}, {len(prompts)} rows, prompts of at most {most} tokens"
-        columns = [f"{one.config.prompts.column} (the prompt)", *sorted(first.prompt.columns)]
+        columns = [f"{one.config.prompts.column} (the prompt)", *sorted(first.columns)]
         yield f"  columns: {', '.join(columns)}"
         if prompts.checked is not None:
             yield f"  {prompts.checked.describe()}"
-        yield from _first_prompt(first.where, first.prompt, inputs)
+        yield from _first_prompt(first, inputs)
 
 
-def _first_prompt(where: str, prompt: Prompt, inputs: Inputs) -> Iterator[str]:
+def _first_prompt(prompt: Prompt, inputs: Inputs) -> Iterator[str]:
     text = inputs.codec.decode_exactly(prompt.token_ids.tolist())
     shown, half = repr(text), _SHOWN_CHARS // 2
     if len(text) > _SHOWN_CHARS:
         shown = f"{text[:half]!r} ... and ends with {text[-half:]!r}"
     kind = "chat messages" if _is_chat(prompt) else "string"
-    yield f"  first prompt ({where}): {kind}, {len(prompt.token_ids)} tokens: {shown}"
+    yield f"  first prompt ({prompt.row}): {kind}, {len(prompt.token_ids)} tokens: {shown}"
 
 
 def _reward_lines(one: EnvironmentInputs) -> Iterator[str]:
@@ -142,7 +142,7 @@ def _evaluation_lines(config: RolloutProcessConfig, inputs: Inputs) -> Iterator[
         if settings.environment is not None:
             yield f"  with the settings of environments.{settings.environment}"
         yield f"  {_sampling(settings)}"
-        yield from _first_prompt(f"row {prompts[0].group_id}", prompts[0], inputs)
+        yield from _first_prompt(prompts[0], inputs)
 
 
 def _sampling(settings: EvaluationSet) -> str:

@@ -17,7 +17,7 @@ from torchtitan.grpo.config.environments import (
     reward_functions,
 )
 from torchtitan.grpo.config.evaluation import evaluation_sets, set_key
-from torchtitan.grpo.rewards.gold_answers import MAX_ROWS, Example, unearnable_warning
+from torchtitan.grpo.rewards.gold_answers import MAX_ROWS, unearnable_warning
 from torchtitan.grpo.rewards.gold_values import gold_judge
 from torchtitan.grpo.rewards.scoring_pool import RewardError, RewardPool
 from torchtitan.grpo.rollout.agents.writer import Agents
@@ -47,14 +47,14 @@ class EnvironmentInputs:
 
     name: str
     config: RolloutProcessConfig
-    examples: list[list[Example]] = field(default_factory=list)
+    examples: list[list[Prompt]] = field(default_factory=list)
     rewards: list[list[float | None]] = field(default_factory=list)
     pool: EnvironmentPool | None = None
     agents: Agents | None = None
 
     @property
     def is_chat(self) -> bool:
-        return any(not isinstance(of_set[0].prompt.text, str) for of_set in self.examples)
+        return any(not isinstance(of_set[0].text, str) for of_set in self.examples)
 
     def key(self, setting: str) -> str:
         return own_key(self.name, setting)
@@ -175,7 +175,7 @@ class Inputs:
                 f"environment_reward, because {one.key('reward.functions')} does not name agent."
             ])  # fmt: skip
         for of_set in one.examples:
-            prompt = of_set[0].prompt
+            prompt = of_set[0]
             one.rewards.append(await pool.check(prompt, positions, one.columns()))
             for function in functions:
                 self._warn_of_answers(function, of_set, key, rollout.max_new_tokens)
@@ -194,12 +194,11 @@ class Inputs:
             one = self.environments[settings.environment or ""]
             prompts, position = self.held_out[name], functions.index(settings.function)
             (self.scores[name],) = await pool.check(prompts[0], [position], one.columns())
-            rows = [Example(f"{settings.path}, row {p.group_id}", p) for p in prompts[:MAX_ROWS]]
             most = settings.max_new_tokens or one.config.rollout.max_new_tokens
             key = set_key(config.evaluation, name, "path")
-            self._warn_of_answers(settings.function, rows, key, most)
+            self._warn_of_answers(settings.function, prompts[:MAX_ROWS], key, most)
 
-    def _warn_of_answers(self, function: str, rows: list[Example], key: str, most: int) -> None:
+    def _warn_of_answers(self, function: str, rows: list[Prompt], key: str, most: int) -> None:
         self._warn(filter(None, [unearnable_warning(function, rows, key, self.codec.count, most)]))
 
     def _make_pool(self, functions: list[str], num_workers: int) -> RewardPool:
@@ -242,7 +241,7 @@ def open_prompts(
     codec: TextCodec,
     pending: Sequence[int],
     say: Callable[[str], object] = logger.info,
-) -> tuple[PromptStream, list[list[Example]]]:
+) -> tuple[PromptStream, list[list[Prompt]]]:
     """Opens the prompt stream, checks rows of each set, and returns its first prompts as well."""
     owns = environments_of(config)
     with ExitStack() as stack:
@@ -265,15 +264,15 @@ def open_prompts(
     return stream, examples
 
 
-def _examples(prompts: PromptSet) -> list[Example]:
+def _examples(prompts: PromptSet) -> list[Prompt]:
     sample = prompts.sample()
-    rows = range(min(MAX_ROWS, len(prompts)))
     # Only the columns differ: reading every prompt would tokenize it.
-    others = [(row, replace(sample, group_id=row, columns=prompts.columns(row))) for row in rows]
-    return [
-        Example(prompts.where(sample.group_id), sample),
-        *(Example(prompts.where(row), other) for row, other in others if row != sample.group_id),
+    others = [
+        replace(sample, group_id=row, columns=prompts.columns(row), row=prompts.where(row))
+        for row in range(min(MAX_ROWS, len(prompts)))
+        if row != sample.group_id
     ]
+    return [sample, *others]
 
 
 def open_held_out(

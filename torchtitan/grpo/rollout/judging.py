@@ -90,7 +90,8 @@ class GroupJudge:
     ) -> list[Rollout]:
         """Returns the rollouts of the group to train on, each with a reward and a rating.
 
-        ``failures`` are those of its other episodes. Raises Unusable, and RewardError or TeachersFailing if the run must stop.
+        ``failures`` are those of its other episodes. Raises Unusable, and RewardError or TeachersFailing
+        if the run must stop.
         """
         generations = separated(generations)
         scorer, settings = self._rules[environment].scorer, self._rules[environment].settings

@@ -55,7 +55,12 @@ def move_aside(config: JobConfig, *, keep: bool) -> Path | None:
     items = list(_items(config, folder))
     if not items:
         return None
-    _check_not_evaluated(folder)
+    for lock in folder.glob(f"evaluate/*/{LOCK_FILE}"):
+        if (holder := living_holder(lock)) is not None:
+            raise FolderInUse(
+                f"The run in job.dump_folder = {folder} must not be in use when it is replaced "
+                f"(job.overwrite), but {holder} evaluates it. Wait until that ends."
+            )
     name = datetime.now(UTC).strftime("%Y%m%d-%H%M%S-%f")
     moving = folder / f"replacing-{name}"
     aside = folder / f"{'kept' if keep else 'replaced'}-{name}"
@@ -91,15 +96,6 @@ def _items(config: JobConfig, folder: Path) -> Iterator[tuple[Path, Path | None,
         relative = parent.relative_to(whole) / path.name
         if not any(map(_ASIDE.fullmatch, relative.parts)):  # else it is of an earlier run
             yield path, None, relative
-
-
-def _check_not_evaluated(folder: Path) -> None:
-    for lock in folder.glob(f"evaluate/*/{LOCK_FILE}"):
-        if (holder := living_holder(lock)) is not None:
-            raise FolderInUse(
-                f"The run in job.dump_folder = {folder} must not be in use when it is replaced "
-                f"(job.overwrite), but {holder} evaluates it. Wait until that ends."
-            )
 
 
 def _move(path: Path, target: Path) -> None:

@@ -15,7 +15,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from torchtitan.grpo.command_line import ConfigError, refusing
@@ -176,12 +175,7 @@ class Run:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _wait(self) -> bool:
@@ -201,12 +195,11 @@ class Run:
 
     def _raise_if_failed(self) -> None:
         status = self._child.returncode
-        if self._was_closed:
-            reason = "The script ended the run before its last step."
-        elif status != 0:
-            reason = self._console.reason()
-        else:
+        if status == 0 and not self._was_closed:
             return
+        reason = "The script ended the run before its last step."
+        if not self._was_closed:
+            reason = self._console.reason()
         raise RunFailed(
             f"{_in_python(reason)}\nThe run ended with {describe_status(status)}. What it printed is in "
             f"{self._console.file}; the logs of its other processes are in {self.folder}.",
@@ -327,11 +320,8 @@ def _words(tables: Tables, name_of: Callable[[Callable[..., Any]], str]) -> Iter
     """Yields settings as words of a command line, with functions by their names."""
     for name, table in tables.items():
         for key, value in table.items():
-            plain = _plain(value, name_of)
-            if plain is None:
-                text = "none"
-            else:
-                text = plain if isinstance(plain, str) else toml_value(plain)
+            plain = "none" if value is None else _plain(value, name_of)
+            text = plain if isinstance(plain, str) else toml_value(plain)
             yield f"--{name}.{key}={text}"
 
 

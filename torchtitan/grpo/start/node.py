@@ -192,26 +192,19 @@ def run_node(options: NodeOptions) -> int:
     os.environ[LAUNCH_VARIABLE] = launch_command(options)
     stop_seconds = read_config(words).grpo.stop_timeout_seconds
     place = find_place(options)
-    import_torch_quietly()
+    # On other nodes, torch's store prints pages of warnings when the endpoint ends.
+    given = os.environ.get(_CPP_LOG_LEVEL)
+    os.environ.setdefault(_CPP_LOG_LEVEL, "ERROR")
+    import torch  # reads the level as it is loaded
 
-    import torch
-
+    if given is None:
+        del os.environ[_CPP_LOG_LEVEL]  # ranks inherit this environment
     num_ranks = options.num_ranks or torch.cuda.device_count() or 1
     _describe(options, place, num_ranks)
     # What a user has set stays, for hosts whose GPUs have networks of their own.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", place.interface)
     os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={place.interface}")  # "=": not as a prefix
     return _run_ranks(options, place, num_ranks, words, stop_seconds)
-
-
-def import_torch_quietly() -> None:
-    """Imports torch without pages of its store's warnings on other nodes when the endpoint ends."""
-    given = os.environ.get(_CPP_LOG_LEVEL)
-    os.environ.setdefault(_CPP_LOG_LEVEL, "ERROR")
-    import torch  # noqa: F401  # reads the level as it is loaded
-
-    if given is None:
-        del os.environ[_CPP_LOG_LEVEL]  # ranks inherit this environment
 
 
 def launch_command(options: NodeOptions) -> str:

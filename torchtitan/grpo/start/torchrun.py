@@ -6,14 +6,12 @@
 The rendezvous's store listens on loopback. The agent's own report, thirty lines, is not printed.
 """
 
-import contextlib
 import logging
 import os
 import signal
 import socket
 import sys
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -52,16 +50,6 @@ class _Agent(LocalElasticAgent):
         return result
 
 
-@contextlib.contextmanager
-def respecting_final_statuses() -> Iterator[None]:
-    upstream = api.LocalElasticAgent
-    api.LocalElasticAgent = _Agent
-    try:
-        yield
-    finally:
-        api.LocalElasticAgent = upstream
-
-
 def run_ranks(
     arguments: list[str], num_ranks: int, stop_timeout_seconds: float, max_restarts: int = 0
 ) -> int:
@@ -97,15 +85,17 @@ def run_agent(
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # where there are GPUs
     os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(int(stop_timeout_seconds) + _MARGIN_SECONDS)
     _pass_on_signals()
+    upstream, api.LocalElasticAgent = api.LocalElasticAgent, _Agent
     try:
-        with respecting_final_statuses():
-            # With -P, no file of the current folder, such as a random.py, shadows a module.
-            words = ("-u", "-P", "-m", "torchtitan.grpo_train", *arguments)
-            elastic_launch(config, sys.executable)(*words)
+        # With -P, no file of the current folder, such as a random.py, shadows a module.
+        words = ("-u", "-P", "-m", "torchtitan.grpo_train", *arguments)
+        elastic_launch(config, sys.executable)(*words)
     except SignalException as error:
         return 128 + error.sigval
     except ChildFailedError as error:
         return _status_of(error, folder)
+    finally:
+        api.LocalElasticAgent = upstream
     return 0
 
 
@@ -129,7 +119,8 @@ def _status_of(error: ChildFailedError, folder: Path) -> int:
     rank, failure = error.get_first_failure()
     if failure.exitcode >= 0:
         return failure.exitcode
-    attempt = _last_attempt(folder)
+    attempts = folder.glob("*/attempt_*")
+    attempt = max(attempts, key=lambda path: int(path.name.removeprefix("attempt_")), default=None)
     if attempt is None or not (attempt / REPORTED_FILE).exists():
         name = signal.Signals(-failure.exitcode).name
         cause = (
@@ -144,8 +135,3 @@ def _status_of(error: ChildFailedError, folder: Path) -> int:
             flush=True,
         )
     return 128 - failure.exitcode
-
-
-def _last_attempt(folder: Path) -> Path | None:
-    attempts = folder.glob("*/attempt_*")
-    return max(attempts, key=lambda path: int(path.name.removeprefix("attempt_")), default=None)

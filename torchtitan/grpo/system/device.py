@@ -47,11 +47,7 @@ def settle_device() -> DeviceType:
             vars(module)["device_type"] = "cpu"
             if hasattr(module, "device_module"):
                 vars(module)["device_module"] = torch.cpu
-    _use_host_memory_monitor()
-    return "cpu"
 
-
-def _use_host_memory_monitor() -> None:
     from torchtitan.grpo.upstream.metrics import metrics as upstream_metrics
     from torchtitan.grpo.upstream.tools import utils as upstream_utils
 
@@ -59,6 +55,7 @@ def _use_host_memory_monitor() -> None:
     # The peak of a CPU is not known. A finite number keeps upstream's MFU defined.
     known = upstream_utils.get_peak_flops
     upstream_utils.get_peak_flops = lambda name: 1e12 if name == "cpu" else known(name)
+    return "cpu"
 
 
 def choose_interfaces() -> None:

@@ -208,21 +208,14 @@ class FolderLock:
 
     def release(self) -> None:
         """Further calls do nothing."""
-        descriptor, self._descriptor = self._descriptor, -1
-        if self._folder >= 0:
-            _close(self._folder)
-            self._folder = -1
-        if descriptor < 0:
-            return
         with contextlib.suppress(OSError):
-            if _is_same(self.file, descriptor) and _read_holder(descriptor) == self._own:
+            held = self._descriptor
+            if held >= 0 and _is_same(self.file, held) and _read_holder(held) == self._own:
                 self.file.unlink()
-        _close(descriptor)
-
-
-def _close(descriptor: int) -> None:
-    _descriptors.discard(descriptor)
-    os.close(descriptor)
+        for descriptor in {self._descriptor, self._folder} - {-1}:
+            _descriptors.discard(descriptor)
+            os.close(descriptor)
+        self._descriptor = self._folder = -1
 
 
 def _is_same(path: Path, descriptor: int) -> bool:

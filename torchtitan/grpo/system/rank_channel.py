@@ -262,7 +262,9 @@ class RankChannel:
             self._tell_status()
             # If this thread itself was held up, what has arrived meanwhile is heard first.
             if time.monotonic() - begin < 2 * _BEAT_SECONDS:
-                self._report_silence()
+                for peer in self._peers:
+                    if (seconds := peer.silent_seconds) > self._silence_seconds:
+                        self._report(peer.loss(seconds))
         if isinstance(hearing, asyncio.Server):
             hearing.close()
         self._tell(Message(self.board.current, farewell=True, failed=self._has_failed))
@@ -310,8 +312,9 @@ class RankChannel:
             self._peers.remove(peer)
             peer.close()
         self._report(peer.loss())
-        if peer.status is not None:
-            self._fail_calls(peer.status.rank)
+        for number, (future, rank) in self._waiting.items():
+            if peer.status is not None and rank == peer.status.rank:
+                _settle(future, _no_answer(number, rank))
 
     def _take(self, peer: _Peer, message: Message) -> None:
         peer.status = message.status or peer.status
@@ -322,11 +325,6 @@ class RankChannel:
             self._open_calls[message.call.number] = message.call
             if self._deliver is not None:
                 self._deliver(message.call)
-
-    def _report_silence(self) -> None:
-        for peer in self._peers:
-            if (seconds := peer.silent_seconds) > self._silence_seconds:
-                self._report(peer.loss(seconds))
 
     def _report(self, lost: LostRank | None) -> None:
         if lost is not None and self.lost is None and not self._is_closing:
@@ -365,11 +363,6 @@ class RankChannel:
             ) from error
         finally:
             del self._waiting[number]
-
-    def _fail_calls(self, rank: int) -> None:
-        for number, (future, asked) in self._waiting.items():
-            if asked == rank:
-                _settle(future, _no_answer(number, rank))
 
     def _begin_serving(self, deliver: Callable[[Call], None]) -> None:
         self._deliver = deliver

@@ -10,6 +10,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -52,7 +53,11 @@ class StatusBoard:
         self._on_change = on_change
         self._lock = threading.Lock()
         self.current = Status(int(os.environ.get("RANK", "0")), socket.gethostname(), os.getpid())
-        self._file = _open_file()
+        self._file: int | None = None
+        if error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+            path = Path(error_file).with_name(STATUS_FILE)
+            with suppress(OSError):  # the agent has ended and removed its folder
+                self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         self._write()
 
     def enter(self, phase: str) -> None:
@@ -80,17 +85,6 @@ class StatusBoard:
             self._file = None
 
 
-def _open_file() -> int | None:
-    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not error_file:
-        return None
-    path = Path(error_file).with_name(STATUS_FILE)
-    try:
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    except OSError:  # the agent has ended and removed its folder
-        return None
-
-
 def claims_report(lost_rank: int) -> bool:
     """Returns whether this process is the first of its host that would report the loss of a rank."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
@@ -99,10 +93,8 @@ def claims_report(lost_rank: int) -> bool:
     try:
         # The ranks of an attempt have a folder each in that of the attempt.
         (Path(file).parent.parent / REPORTED_FILE).open("x").close()
-    except FileExistsError:
-        return False
-    except OSError:  # the agent has removed its folder; twice is better than never
-        return True
+    except OSError as error:  # without the agent's folder, twice is better than never
+        return not isinstance(error, FileExistsError)
     return True
 
 

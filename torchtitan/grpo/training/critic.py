@@ -91,9 +91,8 @@ class Estimates:
 
     @property
     def moments(self) -> torch.Tensor:
-        of_tokens = self.advantages[self.decisions.of_token]
         errors = self.returns - self.values
-        return torch.cat([moments(of_tokens), moments(self.returns), moments(errors)])
+        return torch.cat([self.moments_about(0.0), moments(self.returns), moments(errors)])
 
     def moments_about(self, mean: float) -> torch.Tensor:
         """Returns [3] float64, those of the advantages of tokens about the mean of a batch."""
@@ -235,9 +234,6 @@ class CriticMetrics:
         default_factory=lambda: torch.zeros(NUM_MOMENTS, dtype=torch.float64)
     )
     grad_norms: list[float] = field(default_factory=list)
-
-    def without_losses(self) -> "CriticMetrics":
-        return CriticMetrics(self.learning_rate, moments=self.moments)
 
     def add(self, totals: MetricTotals, grad_norm: float) -> None:
         """Adds metrics of all ranks and the gradient norm of a step, taken or skipped."""

@@ -8,13 +8,13 @@ The run waits only for the evaluations before the first step and after the last 
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import closing
 
 import torch
 
 from torchtitan.grpo.config.evaluation import evaluation_sets
 from torchtitan.grpo.data.feed import Feed, TrainBatch
 from torchtitan.grpo.data.planner import StepPlanner
-from torchtitan.grpo.data.step_plan import StepPlan
 from torchtitan.grpo.data.step_source import StepSource
 from torchtitan.grpo.data.supervised import ExampleStream
 from torchtitan.grpo.job_config import JobConfig
@@ -163,8 +163,13 @@ class HeldOutLoss:
         self._runner, self._feed, self._device = runner, feed, trainer.device
         self._is_counted = role.is_counted
         if feed.rank == 0:
+            key, path = "sft.held_out_path", config.sft.held_out_path
+            assert path is not None, "the loss is computed only with a file"
             with rank_zero.releasing_others():
-                plan = _held_out_plan(config, model, role.num_batch_ranks, date)
+                with closing(ExampleStream(config, model, path, key, date=date)) as stream:
+                    examples = stream.all()
+                planner, num_ranks = StepPlanner(config, model), role.num_batch_ranks
+                plan = planner.plan_supervised(examples, num_ranks=num_ranks).plan
             received = feed.send_step(plan, 0, PromptProgress())
         else:
             received = feed.receive()
@@ -182,14 +187,3 @@ class HeldOutLoss:
                 total[1] += is_given.sum()
         loss, num_tokens = self._feed.all_reduce_sum(total).tolist()
         return loss / num_tokens
-
-
-def _held_out_plan(config: JobConfig, model: HFModel, num_ranks: int, date: str) -> StepPlan:
-    assert config.sft.held_out_path is not None
-    path = config.sft.held_out_path
-    stream = ExampleStream(config, model, path, "sft.held_out_path", date=date)
-    try:
-        examples = stream.all()
-    finally:
-        stream.close()
-    return StepPlanner(config, model).plan_supervised(examples, num_ranks=num_ranks).plan

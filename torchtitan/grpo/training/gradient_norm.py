@@ -79,8 +79,13 @@ class GradientClipper:
 
     def _other_copy(self, mine: torch.Tensor, *, to_last: bool) -> torch.Tensor:
         """Exchanges gradients with the pipeline's rank that holds the other copy."""
-        group = self._dims.get_mesh("pp").get_group()
-        peer = dist.get_global_rank(group, self._rank_of_last() if to_last else 0)
+        mesh, part = self._dims.get_mesh("pp"), self._parts[0]
+        # Stages that go round and round end on the last rank, and parts of layers on any rank.
+        last = mesh.size() - 1
+        if isinstance(part, HelixPart):
+            last = part.model_args.n_layers % mesh.size()
+        group = mesh.get_group()
+        peer = dist.get_global_rank(group, last if to_last else 0)
         theirs = torch.empty_like(mine)
         exchange = [
             dist.P2POp(dist.isend, mine, peer, group),
@@ -89,13 +94,6 @@ class GradientClipper:
         for work in dist.batch_isend_irecv(exchange):
             work.wait()
         return theirs
-
-    def _rank_of_last(self) -> int:
-        """Stages that go round and round end on the last rank, and parts of layers on any rank."""
-        num_ranks, part = self._dims.get_mesh("pp").size(), self._parts[0]
-        return (
-            part.model_args.n_layers % num_ranks if isinstance(part, HelixPart) else num_ranks - 1
-        )
 
 
 def _weight(stage: nn.Module) -> nn.Parameter:

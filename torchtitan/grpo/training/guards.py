@@ -134,14 +134,10 @@ class Guards:
     def _grad_norms(self, norm: float | None, of_critic: float | None, spike: str) -> str | None:
         found: list[str | None] = []
         if norm is not None:
-            limit, found = (
-                self._guards.grad_norm_limit,
-                [self._spike("grad_norm", norm, self._norms)],
-            )
+            text, limit = self._spike("grad_norm", norm, self._norms), self._guards.grad_norm_limit
             if limit and norm > limit:
-                found = [f"grad_norm is {norm:.4g}, above guards.grad_norm_limit = {limit:g}"]
-            if spike and found[0]:
-                found[0] += f" ({spike})"
+                text = f"grad_norm is {norm:.4g}, above guards.grad_norm_limit = {limit:g}"
+            found.append(f"{text} ({spike})" if text and spike else text)
         if of_critic is not None:
             # The limit is one of the policy's: a value loss has another scale.
             found.append(self._spike("critic/grad_norm", of_critic, self._critic_norms))

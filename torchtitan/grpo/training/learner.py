@@ -19,8 +19,9 @@ from torchtitan.grpo.losses.objective import batch_loss_metrics, metric_reductio
 from torchtitan.grpo.training.critic import CRITIC_NORM, Critic, CriticMetrics, build_critic
 from torchtitan.grpo.training.gradient_norm import GradientClipper
 from torchtitan.grpo.training.guards import Guards, Verdict
-from torchtitan.grpo.training.model_spec import choose_reference
+from torchtitan.grpo.training.model_spec import build_reference
 from torchtitan.grpo.training.ranks import RankRole
+from torchtitan.grpo.training.reference import base_reference
 from torchtitan.grpo.training.runner import ForwardJob, ModelRunner, TrainJob
 from torchtitan.grpo.training.step import Minibatch, MinibatchLoss, Scorer
 from torchtitan.grpo.upstream.trainer import OptimizersContainer, Trainer
@@ -185,7 +186,9 @@ class Learner:
     def _finish_parts(self, gradient: GradientParts, step: int) -> Learned | None:
         of_critic = [] if self.critic is None else self.critic.clipper.parameters()
         gradient.finish([*self.clipper.parameters(), *of_critic])
-        metrics = None if gradient.of_critic is None else gradient.of_critic.without_losses()
+        metrics = gradient.of_critic
+        if metrics is not None:  # those of the losses are added with the step
+            metrics = CriticMetrics(metrics.learning_rate, moments=metrics.moments)
         learned = Learned(gradient.whole(), self._new_totals(), [], metrics)
         if self._are_rewards_refused(step, gradient.samples):
             return None
@@ -277,7 +280,11 @@ class Learner:
         norm = self.scorer.feed.all_reduce_metrics(totals, grad_norm)
         critic = self._reduce_critic(of_critic, critic_norm, learned)
         metrics = totals.values(1) | critic
-        spike = "" if is_alone else self._describe_spike(norm, learned)
+        spike = ""
+        if not is_alone and self.guards.is_spike(norm):
+            name, share = self.clipper.largest(norm, self.scorer.feed.group)
+            spike = f"grad_norm {norm:.4g}, {share:.0%} of its square in {name}"
+            learned.spikes.append(spike)
         verdict = self.guards.judge(step, None if is_alone else norm, metrics, spike)
         if verdict is Verdict.TAKE:
             if not is_alone:
@@ -287,13 +294,6 @@ class Learner:
                 self.critic.optimizers.step()
         learned.add(totals, norm)
         return verdict is not Verdict.STOP
-
-    def _describe_spike(self, norm: float, learned: Learned) -> str:
-        if not self.guards.is_spike(norm):
-            return ""
-        name, share = self.clipper.largest(norm, self.scorer.feed.group)
-        learned.spikes.append(f"grad_norm {norm:.4g}, {share:.0%} of its square in {name}")
-        return learned.spikes[-1]
 
     def _forget_idle_states(self, step: int, learned: Learned) -> None:
         """Lets the policy's first step after the critic's warmup begin with new optimizer states.
@@ -329,7 +329,11 @@ def build_learner(
     config: JobConfig = trainer.job_config  # pyright: ignore[reportAssignmentType]
     reference = None
     if config.grpo.kl_coef > 0:
-        reference = choose_reference(trainer, runner)
+        reference = (
+            base_reference(runner, trainer.model_parts, config)
+            if config.lora.rank
+            else build_reference(trainer)
+        )
         trainer.checkpointer.states.update(reference.checkpoint_state())
     critic = None
     if config.has_critic:

@@ -16,12 +16,7 @@ from torchtitan.grpo.inference.gpu_shares import ASLEEP_BYTES, most_on_a_gpu, se
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel
 from torchtitan.grpo.system.device import num_training_gpus
-from torchtitan.grpo.training.memory_choice import (
-    ASSUMED_BYTES,
-    device_bytes,
-    estimate,
-    size_text,
-)
+from torchtitan.grpo.training.memory_choice import ASSUMED_BYTES, device_bytes, estimate, size_text
 from torchtitan.grpo.training.memory_estimate import available_bytes
 from torchtitan.grpo.training.model_spec import parameter_shapes
 

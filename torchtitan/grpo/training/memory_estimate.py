@@ -225,7 +225,13 @@ def estimate_memory(
     groups = [_largest_group(layout, stage)] * 2  # one is prefetched
     others = has_reference + config.has_critic  # models that are gathered beside the policy
     forward_only = others * whole * computed if layout.shards > 1 else 0
-    of_critic = _critic_shards(layout, critic_stage) if config.has_critic else {}
+    reshards = config.parallelism.fsdp_reshard_after_forward
+    # A critic's values need no output layer.
+    of_critic = {
+        name: layout.shard(name, shape)
+        for name, shape in critic_stage.items()
+        if config.has_critic and module_of(name) != "output"
+    }
     return TrainingMemory(
         parameters=trained * stored + (shards - trained) * base,
         gradients=trained * stored,
@@ -239,7 +245,9 @@ def estimate_memory(
         working=sum(groups) * (2 * computed + _FP32)
         + _head_bytes(config, shapes, layout)
         + _mask_bytes(config, computed),
-        always_whole=_keeps_whole(config, layout),
+        always_whole=layout.shards == 1
+        or reshards == "never"
+        or (config.parallelism.pipeline_parallel_degree > 1 and reshards != "always"),
         adds_to_shards=config.rollout.stream,
         per_token=_per_token(config, BlockSizes.of(args), stage, layout),
         recomputed=_recomputed(config, BlockSizes.of(args), args),
@@ -249,28 +257,11 @@ def estimate_memory(
     )
 
 
-def _critic_shards(layout: "_Layout", stage: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
-    """Returns the size of this rank's shard of each parameter; values need no output layer."""
-    return {
-        name: layout.shard(name, shape)
-        for name, shape in stage.items()
-        if module_of(name) != "output"
-    }
-
-
-def _keeps_whole(config: JobConfig, layout: "_Layout") -> bool:
-    reshards = config.parallelism.fsdp_reshard_after_forward
-    has_pipeline = config.parallelism.pipeline_parallel_degree > 1
-    return layout.shards == 1 or reshards == "never" or (has_pipeline and reshards != "always")
-
-
 class _Layout:
     def __init__(self, config: JobConfig, num_ranks: int) -> None:
         settings = config.parallelism
-        self.tensor, self.context = (
-            settings.tensor_parallel_degree,
-            settings.context_parallel_degree,
-        )
+        self.tensor = settings.tensor_parallel_degree
+        self.context = settings.context_parallel_degree
         self.replicas = settings.data_parallel_replicate_degree
         rest = self.tensor * self.replicas * settings.pipeline_parallel_degree
         self.shards = max(num_ranks // rest, 1)  # context parallelism shards parameters as well

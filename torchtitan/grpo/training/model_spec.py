@@ -25,7 +25,7 @@ from torchtitan.grpo.models.moe import prepare_moe_for_cpu
 from torchtitan.grpo.models.packed_model import PackedDecoder, ScoringSettings
 from torchtitan.grpo.models.parallelize import compiles_model, parallelize
 from torchtitan.grpo.models.shards import named_parameters
-from torchtitan.grpo.observe.metrics_processor import build_grpo_metrics_processor
+from torchtitan.grpo.observe.metrics_processor import GRPOMetricsProcessor
 from torchtitan.grpo.pipeline.auto import resolve_schedule
 from torchtitan.grpo.pipeline.build import build_schedule, split_model
 from torchtitan.grpo.pipeline.fill_jobs import load_jobs
@@ -34,7 +34,7 @@ from torchtitan.grpo.pipeline.stages import ends_one_at_a_time
 from torchtitan.grpo.system.dtypes import TORCH_DTYPE_MAP
 from torchtitan.grpo.training.lr_schedule import build_lr_schedulers
 from torchtitan.grpo.training.optimizers import build_optimizers
-from torchtitan.grpo.training.reference import BaseReference, Reference, base_reference
+from torchtitan.grpo.training.reference import Reference
 from torchtitan.grpo.training.runner import ModelRunner, WholeModelRunner
 from torchtitan.grpo.training.stage_runner import PipelineForwardRunner, PipelineRunner, StageLoss
 from torchtitan.grpo.upstream.models import qwen3_train_spec
@@ -65,7 +65,7 @@ def hf_train_spec(
         build_dataloader_fn=None,
         build_tokenizer_fn=None,
         build_validator_fn=None,
-        build_metrics_processor_fn=build_grpo_metrics_processor,
+        build_metrics_processor_fn=GRPOMetricsProcessor,
     )
 
 
@@ -127,14 +127,6 @@ def build_policy_runner(trainer: Trainer) -> ModelRunner:
 def whole_model_runner(model: nn.Module, config: JobConfig) -> WholeModelRunner:
     kept: Any = config.parallelism.fsdp_between_microbatches
     return WholeModelRunner(model, config.training.local_batch_size, kept)
-
-
-def choose_reference(trainer: Trainer, policy: ModelRunner) -> Reference | BaseReference:
-    """Returns the KL penalty's model: with adapters the policy's base, else a frozen copy."""
-    config: Any = trainer.job_config
-    if config.lora.rank:
-        return base_reference(policy, trainer.model_parts, config)
-    return build_reference(trainer)
 
 
 def build_reference(trainer: Trainer) -> Reference:

@@ -104,7 +104,10 @@ class Muon(torch.optim.Optimizer):
         return loss
 
     def _step(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
-        gradient = _placed_as(parameter.grad, parameter)
+        gradient = parameter.grad
+        assert gradient is not None
+        if isinstance(parameter, DTensor) and isinstance(gradient, DTensor):
+            gradient = gradient.redistribute(placements=parameter.placements)
         state = self.state[parameter]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(gradient)
@@ -144,12 +147,3 @@ def orthogonalized(update: torch.Tensor, num_steps: int) -> torch.Tensor:
 def _splits_batch(placement: Any, ndim: int) -> bool:
     # Includes the strided shards of FSDP over experts, which are no subclass in every torch.
     return ndim == 3 and getattr(placement, "dim", None) == 0 and not placement.is_partial()
-
-
-def _placed_as(gradient: torch.Tensor | None, parameter: torch.Tensor) -> torch.Tensor:
-    assert gradient is not None
-    if not isinstance(parameter, DTensor) or not isinstance(gradient, DTensor):
-        return gradient
-    if gradient.placements == parameter.placements:
-        return gradient
-    return gradient.redistribute(placements=parameter.placements)

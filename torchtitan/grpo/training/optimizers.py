@@ -27,10 +27,7 @@ _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 def build_optimizers(
-    model_parts: list[nn.Module],
-    config: Optimizer,
-    dims: ParallelDims,
-    ft_manager: Any = None,
+    model_parts: list[nn.Module], config: Optimizer, dims: ParallelDims, ft_manager: Any = None
 ) -> OptimizersContainer:
     if config.name == "Muon":
         return MuonContainer(model_parts, config)

@@ -13,7 +13,7 @@ import torch.nn as nn
 
 from torchtitan.grpo.attestation import attested_tokens
 from torchtitan.grpo.data.feed import Feed
-from torchtitan.grpo.data.rows import Sample, TrainRows, build_rows
+from torchtitan.grpo.data.rows import Sample, build_rows
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.packed_attention import PackedAttentionKind
 from torchtitan.grpo.models.packed_model import LogprobHead, PackedModel
@@ -42,7 +42,10 @@ class PolicyProbe:
     ) -> None:
         self._runner, self._feed, self._is_speaker = runner, feed, is_speaker
         self._heads = [m for p in model_parts for m in p.modules() if isinstance(m, LogprobHead)]
-        self._rows = probe_rows(tokens, *shape).to(device)
+        ids, (num_rows, row_len) = np.asarray(tokens, np.int32), shape
+        sample = Sample(ids[:1], ids[1:], np.zeros(len(ids) - 1, np.float32))
+        rows = build_rows([sample], [[0], *([] for _ in range(num_rows - 1))], row_len)
+        self._rows = rows.to(device)
         self._num_rated = len(tokens) - 1
 
     def logprobs(self) -> list[float]:
@@ -83,13 +86,6 @@ def probe_shape(
         return training.local_batch_size, training.seq_len
     divisor = dims.seq_len_divisor
     return 1, -(-num_tokens // divisor) * divisor
-
-
-def probe_rows(tokens: Sequence[int], num_rows: int, row_len: int) -> TrainRows:
-    ids = np.asarray(tokens, np.int32)
-    nothing = np.zeros(len(ids) - 1, np.float32)
-    sample = Sample(ids[:1], ids[1:], nothing)
-    return build_rows([sample], [[0], *([] for _ in range(num_rows - 1))], row_len)
 
 
 @contextmanager

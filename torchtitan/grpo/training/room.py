@@ -10,7 +10,6 @@ reference, and the pools of compiled code and CUDA graphs stay.
 
 import mmap
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -30,63 +29,40 @@ Copies = Sequence[tuple[torch.Tensor, torch.Tensor]]
 """Targets with their sources, of which each is a plain tensor or a DTensor."""
 
 
-class DeviceMemory(ABC):
-    """What a :class:`Room` needs of a device."""
+class DeviceMemory:
+    """What a :class:`Room` needs of a device, for a rank on CPU.
 
-    @abstractmethod
+    Freed tensors return to the system there, and states have nowhere to move to.
+    """
+
     def host_like(self, state: torch.Tensor) -> torch.Tensor:
         """Makes host memory for a state."""
+        raise AssertionError("optimizer.offload_while_lent is refused on CPU")
 
-    @abstractmethod
     def state_like(self, host: torch.Tensor) -> torch.Tensor:
         """Makes memory on the device for a state that is in host memory."""
+        raise AssertionError("optimizer.offload_while_lent is refused on CPU")
 
-    @abstractmethod
     def copy_out(self, copies: Copies) -> None:
         """Copies states to host memory. Waits, so that their memory can be freed."""
+        assert not copies
 
-    @abstractmethod
     def start_copies_back(self, copies: Copies) -> None:
         """Starts to copy states to the device, without waiting."""
+        assert not copies
 
-    @abstractmethod
     def await_copies(self) -> None:
         """Orders later work on the device after the copies that were started."""
 
-    @abstractmethod
     def take_copy_seconds(self) -> float:
         """Returns the duration of the last copies back that have ended, once, and then 0."""
+        return 0.0
 
-    @abstractmethod
     def release(self, freed_bytes: int) -> int:
         """Returns unused memory to the system, and tells how many bytes.
 
         ``freed_bytes`` is the size of the tensors that were freed since the last call.
         """
-
-
-class HostMemory(DeviceMemory):
-    """A rank on CPU: freed tensors return to the system, and states have nowhere to move to."""
-
-    def host_like(self, state: torch.Tensor) -> torch.Tensor:
-        raise AssertionError("optimizer.offload_while_lent is refused on CPU")
-
-    def state_like(self, host: torch.Tensor) -> torch.Tensor:
-        raise AssertionError("optimizer.offload_while_lent is refused on CPU")
-
-    def copy_out(self, copies: Copies) -> None:
-        assert not copies
-
-    def start_copies_back(self, copies: Copies) -> None:
-        assert not copies
-
-    def await_copies(self) -> None:
-        pass
-
-    def take_copy_seconds(self) -> float:
-        return 0.0
-
-    def release(self, freed_bytes: int) -> int:
         return freed_bytes
 
 
@@ -201,7 +177,11 @@ class Room:
         is short.
         """
         self.finish_taking()
-        freed = self._drop_gradients()
+        freed = 0
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                freed += local_tensor(parameter.grad).nbytes
+                parameter.grad = None
         for module in self._sharded:
             module.reshard()
         if self._offloads:
@@ -227,14 +207,6 @@ class Room:
     def take_seconds(self) -> float:
         """Returns how long the last :meth:`take` copied, once; 0 if there is nothing new."""
         return self._memory.take_copy_seconds()
-
-    def _drop_gradients(self) -> int:
-        num_bytes = 0
-        for parameter in self._parameters:
-            if parameter.grad is not None:
-                num_bytes += local_tensor(parameter.grad).nbytes
-                parameter.grad = None
-        return num_bytes
 
     def _move_states_out(self) -> int:
         copies = []
@@ -263,4 +235,4 @@ class Room:
 
 
 def device_memory(device: torch.device) -> DeviceMemory:
-    return CudaMemory(device) if device.type == "cuda" else HostMemory()
+    return CudaMemory(device) if device.type == "cuda" else DeviceMemory()

@@ -89,11 +89,7 @@ class MinibatchLoss:
     """
 
     def __init__(
-        self,
-        scored: ScoredRows,
-        config: GRPO,
-        scale: float = 1.0,
-        teacher: Teacher | None = None,
+        self, scored: ScoredRows, config: GRPO, scale: float = 1.0, teacher: Teacher | None = None
     ) -> None:
         self.scored, self.config, self.scale, self.teacher = scored, config, scale, teacher
         self._metrics: dict[int, dict[str, Metric]] = {}
@@ -203,27 +199,18 @@ class Scorer:
                 self.critic, minibatches, ref, batch.samples, of_critic
             )
         else:
-            minibatches = self._compared(minibatches, ref, batch.samples, top_k)
+            advantages = self._advantages(batch.samples, minibatches, ref)
+            # With top_k its part is a term of the loss, and none of the advantage.
+            if self.teacher is None or top_k:
+                minibatches = [rows.with_advantages(advantages) for rows in minibatches]
+            else:
+                minibatches = self._taught(minibatches, batch.samples, advantages, self.teacher)
         return [
             Minibatch(rows, old_job, ref_job, self, of_values)
             for rows, old_job, ref_job, of_values in zip(
                 minibatches, old, ref, targets, strict=True
             )
         ]
-
-    def _compared(
-        self,
-        minibatches: list[TrainRows],
-        ref: Sequence[ForwardJob | None],
-        samples: SampleTable,
-        top_k: int,
-    ) -> list[TrainRows]:
-        """Fills in the advantages that come from comparing samples."""
-        advantages = self._advantages(samples, minibatches, ref)
-        # With top_k its part is a term of the loss, and none of the advantage.
-        if self.teacher is None or top_k:
-            return [rows.with_advantages(advantages) for rows in minibatches]
-        return self._taught(minibatches, samples, advantages, self.teacher)
 
     def _valued(
         self,

@@ -13,7 +13,7 @@ import pyarrow
 import pytest
 
 from torchtitan.grpo.rewards.builtin import boxed_math, exact_match, last_number, partial_match
-from torchtitan.grpo.rewards.gold_answers import Example, unearnable_warning
+from torchtitan.grpo.rewards.gold_answers import unearnable_warning
 from torchtitan.grpo.rewards.gold_values import answer_problem, gold_judge, right_answers
 from torchtitan.grpo.rewards.gsm8k import hash_answer_exact
 from torchtitan.grpo.types import Prompt
@@ -112,7 +112,7 @@ def unearnable(function: str, answers: list[Any]) -> str | None:
     ids, examples = np.array([1], np.int32), []
     for i, answer in enumerate(answers):
         row = {} if answer is ... else {"answer": answer}
-        examples.append(Example(f"train.jsonl:{i + 1}", Prompt(i, "6*7?", ids, row)))
+        examples.append(Prompt(i, "6*7?", ids, row, f"train.jsonl:{i + 1}"))
     return unearnable_warning(function, examples, "prompts.path", len, 6)
 
 

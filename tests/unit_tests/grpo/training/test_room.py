@@ -8,7 +8,7 @@ import copy
 import pytest
 import torch
 
-from torchtitan.grpo.training.room import CudaMemory, HostMemory, Room, device_memory
+from torchtitan.grpo.training.room import CudaMemory, DeviceMemory, Room, device_memory
 
 SETTINGS = {"lr": 1e-2, "weight_decay": 0.1, "muon_lr": 2e-2, "muon_dtype": "float32"}
 
@@ -59,11 +59,11 @@ def take_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def test_on_cpu_gradients_are_given_up_and_states_have_nowhere_to_go():
-    assert isinstance(device_memory(torch.device("cpu")), HostMemory)
+    assert type(device_memory(torch.device("cpu"))) is DeviceMemory
     model, optimizer = trained("cpu")
-    assert Room([model], [optimizer], HostMemory()).give() == 4 * (256 * 256 + 256)
+    assert Room([model], [optimizer], DeviceMemory()).give() == 4 * (256 * 256 + 256)
     with pytest.raises(AssertionError, match="refused on CPU"):
-        Room([model], [optimizer], HostMemory(), offloads=True).give()
+        Room([model], [optimizer], DeviceMemory(), offloads=True).give()
 
 
 @pytest.mark.gpu

@@ -56,7 +56,7 @@ def test_files_of_different_kinds_are_mixed_and_reopened_where_they_stopped(mode
     prompts = Prompts(paths=paths, weights=[3, 1])
     stream, examples = open_prompts(process_config(model, prompts), codec, [])
     # The rewards are tried on each set, whose columns differ.
-    samples = [of_set[0].prompt for of_set in examples]
+    samples = [of_set[0] for of_set in examples]
     assert [set(prompt.columns) for prompt in samples] == [{"prompt_set"}, {"prompt_set", "answer"}]
     drawn = [stream.next() for _ in range(40)]
     sets = Counter(prompt.columns["prompt_set"] for prompt in drawn)
@@ -86,7 +86,7 @@ def test_missing_set_is_named_and_the_others_are_closed(model, codec, paths):
     assert [prompt.text for prompt in opened] == ["0", "1", "2"]
     assert num_open(paths) == 0
     stream, (examples,) = open_prompts(config, codec, [])
-    assert set(examples[0].prompt.columns) == set(stream.next().columns) == {"answer"}
+    assert set(examples[0].columns) == set(stream.next().columns) == {"answer"}
     stream.close()
 
 
@@ -110,7 +110,5 @@ async def test_answers_that_earn_nothing_are_reported_at_the_start_of_a_run(mode
     assert of_train.startswith("prompts.path: partial_match cannot be earned in 1 of the first 2")
     assert f"is empty in 1 of them (for example in {train}:2)" in of_train
     assert of_held_out.startswith("evaluation.path: exact_match cannot be earned in 1 of the first")
-    reason = (
-        f"longer than rollout.max_new_tokens (8) in 1 of them (for example in {held_out}, row 0)"
-    )
+    reason = f"longer than rollout.max_new_tokens (8) in 1 of them (for example in {held_out}:1)"
     assert reason in of_held_out
