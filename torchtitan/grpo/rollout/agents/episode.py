@@ -6,7 +6,6 @@
 import asyncio
 import itertools
 import secrets
-import string
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -16,7 +15,13 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from torchtitan.grpo.rollout.agents.exchange import Answer, Asked, BadRequest, Choice, make_call
+from torchtitan.grpo.rollout.agents.exchange import (
+    Answer,
+    Asked,
+    BadRequest,
+    Choice,
+    read_messages,
+)
 from torchtitan.grpo.rollout.agents.programs import MODEL, REWARD, Access, finite_number
 from torchtitan.grpo.rollout.agents.rows import EpisodeRows, Row
 from torchtitan.grpo.rollout.agents.thinking import THINKING_MARKS, divided
@@ -34,7 +39,7 @@ from torchtitan.grpo.types import Generation, Prompt, as_context, joined
 # and what is written behind a stop string is lost.
 _STOP_SEGMENTS = 64, 512
 # Ids of tool calls are of the length that every chat template accepts.
-_CALL_ID_CHARS, _CALL_ID_LEN = string.ascii_letters + string.digits, 9
+_CALL_ID_LEN = 9
 # Requests of one episode that are read and tokenized at once: other episodes need threads as well.
 _MOST_READ = 2
 
@@ -388,8 +393,7 @@ class AgentEpisode:
             text=spoken.text,
             stop_reason=stopped.text if stopped is not None else None,
             reasoning=reasoning,
-            calls=spoken.calls,
-            call_ids=_call_ids(spoken.calls),
+            calls=_with_ids(spoken.calls),
         )
 
     def _note(self, asked: Asked, context: Context, written: Generation, choice: Choice) -> None:
@@ -403,10 +407,7 @@ class AgentEpisode:
             self._transcript.add(None, (), context, ids[:-1] if is_ended else ids)
             return
         *before, last = asked.messages
-        message: Message = {"role": "assistant", "content": choice.text}
-        if choice.calls:
-            calls = zip(choice.call_ids, choice.calls, strict=True)
-            message["tool_calls"] = [make_call(i, c.name, c.arguments) for i, c in calls]
+        (message,) = read_messages([choice.message()])
         if asked.continues and last["role"] == "assistant":
             message["content"] = last["content"] + choice.text
         else:
@@ -430,12 +431,11 @@ def _beginning(written: Generation, num_tokens: int) -> Generation:
     )
 
 
-def _call_ids(calls: list[ToolCall]) -> list[str]:
-    """Ids that the model wrote, if each is another one, because it reads them beside results."""
-    written = [call.id for call in calls]
-    if "" not in written and len(set(written)) == len(written):
-        return written
-    return ["".join(secrets.choice(_CALL_ID_CHARS) for _ in range(_CALL_ID_LEN)) for _ in calls]
+def _with_ids(calls: list[ToolCall]) -> list[ToolCall]:
+    """Keeps ids that the model wrote, if each is another one: it reads them beside results."""
+    if len({call.id for call in calls} - {""}) == len(calls):
+        return calls
+    return [call._replace(id=secrets.token_hex(_CALL_ID_LEN)[:_CALL_ID_LEN]) for call in calls]
 
 
 def parsed_reward(body: Any) -> float:

@@ -82,7 +82,6 @@ class Choice:
     stop_reason: str | None = None
     reasoning: str = ""
     calls: list[ToolCall] = field(default_factory=list)
-    call_ids: list[str] = field(default_factory=list)
 
     def message(self) -> dict[str, Any]:
         """The message as chat clients receive it and send it back."""
@@ -93,7 +92,7 @@ class Choice:
             message["content"] = self.text or None
             message["tool_calls"] = [
                 {"id": one, "type": "function", "function": {"name": name, "arguments": arguments}}
-                for one, (name, arguments, _) in zip(self.call_ids, self.calls, strict=True)
+                for name, arguments, one in self.calls
             ]
         return message
 

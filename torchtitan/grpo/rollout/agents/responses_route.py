@@ -157,12 +157,12 @@ def _items(answer: Answer, choice: Choice) -> list[dict[str, Any]]:
                 "content": [part],
             }
         )
-    for call_id, call in zip(choice.call_ids, choice.calls, strict=True):
+    for call in choice.calls:
         items.append(
             {
                 "type": "function_call",
-                "id": f"fc_{call_id}",
-                "call_id": call_id,
+                "id": f"fc_{call.id}",
+                "call_id": call.id,
                 "name": call.name,
                 "arguments": call.arguments,
                 "status": "completed",

@@ -33,7 +33,7 @@ _TOOL = {
 class ToolCall(NamedTuple):
     name: str
     arguments: str  # a JSON object
-    id: str = ""  # as the model wrote it
+    id: str = ""  # empty if the model wrote none
 
 
 class Spoken(NamedTuple):
