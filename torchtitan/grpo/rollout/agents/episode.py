@@ -109,13 +109,9 @@ class AgentEpisode:
     def access(self, base_url: str) -> Access:
         return Access(base_url, self.key, self.name)
 
-    def begin(self, release: Callable[[], None], seconds: float) -> None:
-        """The program starts: calls ``release`` at its first request, or after ``seconds``."""
+    def begin(self) -> None:
+        """The program starts."""
         self._since = time.monotonic()
-        place = ExitStack()
-        place.callback(release)
-        self.asked.add_done_callback(lambda _: place.close())
-        self.asked.get_loop().call_later(seconds, place.close)
 
     def note_request(self) -> None:
         if not self.asked.done():
@@ -127,10 +123,6 @@ class AgentEpisode:
         """The program's own time until its first request, and from then on that beside the model's."""
         running = 0.0 if self._num_in_flight else time.monotonic() - self._since
         return self._own_seconds + running
-
-    @property
-    def waits_for_model(self) -> bool:
-        return self._num_in_flight > 0
 
     def close(self) -> None:
         """Cancels its requests, and ends its place among the completions in flight."""

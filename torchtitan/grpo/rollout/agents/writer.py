@@ -6,7 +6,10 @@
 import asyncio
 import sys
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 from torchtitan.grpo.config import RolloutProcessConfig
 from torchtitan.grpo.rollout.agents.endpoint import AgentEndpoint
@@ -92,20 +95,15 @@ class AgentWriter:
         )
 
     def start(
-        self,
-        prompt: Prompt,
-        server: Server,
-        *,
-        sample: int = 0,
-        begun: Generation | None = None,
-        expected_tokens: float | None = None,
+        self, prompt: Prompt, server: Server, *, sample: int = 0, **unused: object
     ) -> Trajectory:
         """Starts an episode; its requests go to ``server``, or to one of no older version."""
         floor = server.version
         assert floor is not None, f"{server.url} is not ready"
         trajectory = Trajectory(prompt, None, sample)
-        first = AgentEpisode(self._settings, prompt, sample, floor, server)
-        trajectory.task = asyncio.create_task(self._write(trajectory, first, floor, server))
+        begin = partial(AgentEpisode, self._settings, prompt, sample, floor, server)
+        first = begin()
+        trajectory.task = asyncio.create_task(self._write(prompt, first, begin))
         trajectory.task.add_done_callback(lambda _: first.close())  # also if it never began
         return trajectory
 
@@ -126,13 +124,13 @@ class AgentWriter:
         }
 
     async def _write(
-        self, trajectory: Trajectory, episode: AgentEpisode, floor: int, server: Server
+        self, prompt: Prompt, episode: AgentEpisode, begin: Callable[[], AgentEpisode]
     ) -> Generation:
         limit = self._agents.programs.limit
         num_lost = 0
         while True:
             try:
-                whole = await self._episode(trajectory.prompt, episode)
+                whole = await self._episode(prompt, episode)
             except WorkerLost as error:
                 num_lost += 1
                 self._settings.counts["begun_again"] += 1
@@ -141,9 +139,7 @@ class AgentWriter:
                     failure = EnvironmentFailed("crash", text)
                     limit.record_failure(failure)
                     raise failure from error
-                episode = AgentEpisode(
-                    self._settings, trajectory.prompt, trajectory.sample, floor, server
-                )
+                episode = begin()
             except EnvironmentFailed as error:
                 limit.record_failure(error)
                 episode.reward = None
@@ -156,10 +152,15 @@ class AgentWriter:
     async def _episode(self, prompt: Prompt, episode: AgentEpisode) -> Generation:
         endpoint, programs = self._agents.endpoint, self._agents.programs
         await self._agents.starting.acquire()
-        episode.begin(self._agents.starting.release, _STARTING_SECONDS)
+        episode.begin()
         endpoint.open(episode)
         program = asyncio.create_task(programs.run(prompt, episode.access(endpoint.url)))
         try:
+            try:
+                seconds = min(self._start_timeout, _STARTING_SECONDS)
+                await _first_of({program, episode.asked}, seconds)
+            finally:
+                self._agents.starting.release()
             reward = reward_of(await self._result(program, episode))
             episode.reward = episode.reward if reward is None else reward
             whole = episode.whole()
@@ -190,13 +191,8 @@ class AgentWriter:
                     f"An agent {what} {limit:g} s (agent.timeout_seconds = {self._timeout:g}), not "
                     "counting the time in which the model wrote; its program was ended.",
                 )
-            # The time stands still while the model writes.
-            wait = min(left, _LOOK_SECONDS) if episode.waits_for_model else left
-            await asyncio.wait(
-                {program, episode.failed, program if has_asked else episode.asked},
-                timeout=wait,
-                return_when=asyncio.FIRST_COMPLETED,
-            )
+            # The time stands still while the model writes, and begins again with the first request.
+            await _first_of({program, episode.failed}, min(left, _LOOK_SECONDS))
             if episode.failed.done():
                 episode.failed.result()
         return program.result()
@@ -208,3 +204,7 @@ class AgentWriter:
         counts["rows"] += episode.num_rows
         counts["own_milliseconds"] += round(1000 * episode.own_seconds())
         counts["start_milliseconds"] += round(1000 * episode.start_seconds)
+
+
+async def _first_of(futures: set[asyncio.Future[Any]], seconds: float) -> None:
+    await asyncio.wait(futures, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
