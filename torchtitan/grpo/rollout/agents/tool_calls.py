@@ -62,7 +62,7 @@ def parser_of(template: ChatTemplate) -> Parser | None:
     except ValueError:
         return None
     wanted = [(_NAME, json.dumps(_ARGUMENTS, allow_nan=False))]
-    for parser in _PARSERS.values():
+    for parser in PARSERS.values():
         if [call[:2] for call in parser(written.removeprefix(before), [_TOOL]).calls] == wanted:
             return parser
     return None
@@ -123,7 +123,7 @@ _FUNCTION = re.compile(r"(?:<tool_call>\s*|^[ \t]*)(<function=)", re.MULTILINE)
 _CALL_ID = re.compile(r"[a-zA-Z0-9]{9}")
 
 # Tried in this order on a call that the template has rendered.
-_PARSERS: dict[str, Parser] = {
+PARSERS: dict[str, Parser] = {
     # <tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>
     "Qwen3-Coder": _parse_xml,
     # <tool_call>{"name": ..., "arguments": {...}}</tool_call>, which Qwen 2.5 and 3 write as well
