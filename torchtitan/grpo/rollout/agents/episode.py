@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from torchtitan.grpo.config import RolloutProcessConfig
 from torchtitan.grpo.rollout.agents.exchange import (
     Answer,
     Asked,
@@ -22,7 +23,7 @@ from torchtitan.grpo.rollout.agents.exchange import (
     Choice,
     read_messages,
 )
-from torchtitan.grpo.rollout.agents.programs import MODEL, REWARD, Access, finite_number
+from torchtitan.grpo.rollout.agents.programs import MODEL, REWARD, finite_number
 from torchtitan.grpo.rollout.agents.rows import EpisodeRows, Row
 from torchtitan.grpo.rollout.agents.thinking import THINKING_MARKS, divided
 from torchtitan.grpo.rollout.agents.tool_calls import CALL_MARKS, Parser, Spoken, ToolCall
@@ -63,12 +64,7 @@ class EpisodeSettings:
     sampling: Sampling
     codec: TextCodec
     parser: Parser | None
-    segment_tokens: int
-    wait_seconds: float
-    max_turns: int
-    allow_sampling: bool
-    is_templated: bool
-    vocab_size: int
+    config: RolloutProcessConfig
     counts: Counter[str] = field(default_factory=Counter)
 
 
@@ -93,7 +89,8 @@ class AgentEpisode:
         self._settings, self._prompt, self._sample = settings, prompt, sample
         self._floor, self._server = floor, server
         self._rows = EpisodeRows(prompt.token_ids.tolist())
-        self._transcript = Transcript(settings.codec, templated=settings.is_templated)
+        templated = settings.config.rollout.earlier_turns == "as_templated"
+        self._transcript = Transcript(settings.codec, templated=templated)
         self._num_asked = 0
         self._reading = asyncio.Semaphore(_MOST_READ)
         self._writing: set[asyncio.Task[tuple[Choice, Generation]]] = set()
@@ -105,9 +102,6 @@ class AgentEpisode:
         self._is_closed = False
         self._hold = ExitStack()
         self._hold.enter_context(settings.places.hold())
-
-    def access(self, base_url: str) -> Access:
-        return Access(base_url, self.key, self.name)
 
     def begin(self) -> None:
         """The program starts."""
@@ -175,7 +169,7 @@ class AgentEpisode:
             raise BadRequest(str(error), param="messages", code=code) from error
         if self._is_closed:
             raise BadRequest("The episode has ended.", code="ended")
-        most = self._settings.max_turns
+        most = self._settings.config.rollout.max_turns
         if self._num_asked + asked.number > most:
             raise BadRequest(
                 f"An episode may ask for at most rollout.max_turns = {most} answers, and has asked for "
@@ -183,7 +177,9 @@ class AgentEpisode:
                 code="max_turns",
             )
         first, self._num_asked = self._num_asked, self._num_asked + asked.number
-        self._count(asked, context)
+        self.counts["requests"] += asked.number
+        self.counts["conversations"] += not context.is_known
+        self._settings.counts["ignored"] += bool(self.ignored(asked))
         with self._generating():
             choices, rows = await self._choices(asked, context, room, first)
         number = f"{self.name}-{next(self._answers)}"
@@ -227,10 +223,10 @@ class AgentEpisode:
 
     def _context(self, asked: Asked) -> Context:
         if asked.token_ids is not None:
-            if max(asked.token_ids) >= self._settings.vocab_size:
+            largest, vocab_size = max(asked.token_ids), self._settings.config.vocab_size
+            if largest >= vocab_size:
                 raise BadRequest(
-                    f"Token ids must be below {self._settings.vocab_size}, the model's vocab_size, got "
-                    f"{max(asked.token_ids)}.",
+                    f"Token ids must be below {vocab_size}, the model's vocab_size, got {largest}.",
                     param="token_ids",
                 )
             return Context(asked.token_ids, "", is_known=True)
@@ -257,15 +253,10 @@ class AgentEpisode:
             raise TextTooLong(most, f"{num_shown} tokens already")
         return min(most - num_shown, sampling.max_new_tokens, asked.max_tokens or most)
 
-    def _count(self, asked: Asked, context: Context) -> None:
-        counts = self._settings.counts
-        self.counts["requests"] += asked.number
-        self.counts["conversations"] += not context.is_known
-        counts["ignored"] += bool(self.ignored(asked))
-
     def ignored(self, asked: Asked) -> tuple[str, ...]:
         """Names of what a request asks for and does not get."""
-        return asked.ignored + (() if self._settings.allow_sampling else tuple(asked.sampling))
+        allowed = self._settings.config.agent.allow_sampling
+        return asked.ignored + (() if allowed else tuple(asked.sampling))
 
     @contextmanager
     def _generating(self) -> Iterator[None]:
@@ -305,16 +296,16 @@ class AgentEpisode:
         self, asked: Asked, context: Context, room: int, number: int
     ) -> tuple[Generation, _Stop | None]:
         """Returns an answer, and the stop string that ended it."""
-        settings = self._settings
+        settings, rollout = self._settings, self._settings.config.rollout
         written: Generation | None = None
         while True:
             num_written = 0 if written is None else len(written.token_ids)
-            longest = settings.segment_tokens or room
+            longest = rollout.segment_tokens or room
             if asked.stop:
                 first, most = _STOP_SEGMENTS
                 longest = min(longest, max(first, min(num_written, most)))
             self._server = server = await next_server(
-                settings.places, self._floor, self._server.url, settings.wait_seconds
+                settings.places, self._floor, self._server.url, rollout.request_timeout_seconds
             )
             sampling = self._sampling(asked).of_sample(
                 self._prompt, self._sample, number, num_written
@@ -349,10 +340,8 @@ class AgentEpisode:
         return replace(_beginning(written, low), finish_reason="stop"), first
 
     def _sampling(self, asked: Asked) -> Sampling:
-        settings = self._settings
-        if not settings.allow_sampling:
-            return settings.sampling
-        return replace(settings.sampling, **asked.sampling)
+        allowed = asked.sampling if self._settings.config.agent.allow_sampling else {}
+        return replace(self._settings.sampling, **allowed)
 
     def _text(self, asked: Asked, ids: list[int]) -> str:
         """The text of an answer, with the special tokens that divide it, if they may."""

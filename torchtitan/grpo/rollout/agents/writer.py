@@ -5,7 +5,6 @@
 
 import asyncio
 import sys
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,7 +13,7 @@ from typing import Any
 from torchtitan.grpo.config import RolloutProcessConfig
 from torchtitan.grpo.rollout.agents.endpoint import AgentEndpoint
 from torchtitan.grpo.rollout.agents.episode import AgentEpisode, EpisodeSettings
-from torchtitan.grpo.rollout.agents.programs import Programs, make_programs, reward_of
+from torchtitan.grpo.rollout.agents.programs import Access, Programs, make_programs, reward_of
 from torchtitan.grpo.rollout.agents.tool_calls import parser_of
 from torchtitan.grpo.rollout.drops import DropLog
 from torchtitan.grpo.rollout.environments import EnvironmentFailed
@@ -76,8 +75,7 @@ class AgentWriter:
         codec: TextCodec,
         agents: Agents,
     ) -> None:
-        rollout = config.rollout
-        self._places, self._agents = places, agents
+        self._agents = agents
         self._timeout = config.agent.timeout_seconds
         self._start_timeout = max(self._timeout, _START_SECONDS if config.agent.command else 0)
         self._settings = EpisodeSettings(
@@ -85,13 +83,7 @@ class AgentWriter:
             sampling=sampling,
             codec=codec.bounded(sampling.max_total_tokens),
             parser=parser_of(codec.template) if codec.has_chat_template() else None,
-            segment_tokens=rollout.segment_tokens,
-            wait_seconds=rollout.request_timeout_seconds,
-            max_turns=rollout.max_turns,
-            allow_sampling=config.agent.allow_sampling,
-            is_templated=rollout.earlier_turns == "as_templated",
-            vocab_size=config.vocab_size,
-            counts=Counter(),
+            config=config,
         )
 
     def start(
@@ -154,7 +146,8 @@ class AgentWriter:
         await self._agents.starting.acquire()
         episode.begin()
         endpoint.open(episode)
-        program = asyncio.create_task(programs.run(prompt, episode.access(endpoint.url)))
+        access = Access(endpoint.url, episode.key, episode.name)
+        program = asyncio.create_task(programs.run(prompt, access))
         try:
             try:
                 seconds = min(self._start_timeout, _STARTING_SECONDS)
