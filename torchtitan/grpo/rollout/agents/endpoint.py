@@ -103,7 +103,8 @@ class AgentEndpoint:
         """Finds the episode, and turns exceptions into OpenAI's error objects."""
 
         async def guarded(http: web.Request) -> web.StreamResponse:
-            episode = self._episode(http)
+            scheme, _, key = http.headers.get("Authorization", "").partition(" ")
+            episode = self._episodes.get(key.strip()) if scheme.lower() == "bearer" else None
             with answering(has_key=episode is not None):
                 if episode is None:
                     return _error(
@@ -126,12 +127,6 @@ class AgentEndpoint:
                     return _error(500, "The run ends.")
 
         return guarded
-
-    def _episode(self, http: web.Request) -> AgentEpisode | None:
-        scheme, _, key = http.headers.get("Authorization", "").partition(" ")
-        if scheme.lower() != "bearer":
-            return None
-        return self._episodes.get(key.strip())
 
     async def _complete(
         self, route: ModuleType | SimpleNamespace, http: web.Request, episode: AgentEpisode

@@ -206,8 +206,12 @@ class AgentEpisode:
         self._writing.update(tasks)
         try:
             written = await asyncio.gather(*tasks)
-            for row, (choice, generation) in zip(rows, written, strict=True):
-                self._keep(row, asked, context, generation, choice)
+            own, sampling = self._settings.sampling, self._sampling(asked)
+            is_own = replace(sampling, seed=None) == replace(own, seed=None)
+            for row, (choice, part) in zip(rows, written, strict=True):
+                self._settings.counts["masked"] += not is_own
+                self._rows.add(row, context.token_ids, part if is_own else as_context(part))
+                self._note(asked, context, choice)
             return [choice for choice, _ in written], rows
         except Exception as error:
             if not self.failed.done():
@@ -282,16 +286,6 @@ class AgentEpisode:
         # In a thread: long answers take milliseconds to decode.
         return await asyncio.to_thread(self._choice, asked, context, written, stopped), written
 
-    def _keep(
-        self, row: Row, asked: Asked, context: Context, written: Generation, choice: Choice
-    ) -> None:
-        is_own = replace(self._sampling(asked), seed=None) == replace(
-            self._settings.sampling, seed=None
-        )
-        self._settings.counts["masked"] += not is_own
-        self._rows.add(row, context.token_ids, written if is_own else as_context(written))
-        self._note(asked, context, written, choice)
-
     async def _generate(
         self, asked: Asked, context: Context, room: int, number: int
     ) -> tuple[Generation, _Stop | None]:
@@ -346,23 +340,22 @@ class AgentEpisode:
     def _text(self, asked: Asked, ids: list[int]) -> str:
         """The text of an answer, with the special tokens that divide it, if they may."""
         marks = () if asked.messages is None else THINKING_MARKS
-        marks += CALL_MARKS if self._may_call(asked) else ()
+        marks += CALL_MARKS if self._parser(asked) else ()
         return self._settings.codec.decode(ids, marks)
 
-    def _may_call(self, asked: Asked) -> bool:
-        return bool(asked.tools) and asked.may_call and self._settings.parser is not None
+    def _parser(self, asked: Asked) -> Parser | None:
+        return self._settings.parser if asked.tools and asked.may_call else None
 
     def _choice(
         self, asked: Asked, context: Context, written: Generation, stopped: _Stop | None
     ) -> Choice:
-        codec, ids = self._settings.codec, written.token_ids.tolist()
+        codec, parser = self._settings.codec, self._parser(asked)
+        ids = written.token_ids.tolist()
         text, reasoning = self._text(asked, ids), ""
         text = text[: stopped.place] if stopped is not None else text
         if asked.messages is not None:
             reasoning, text, _ = divided(text, context.thinking)
-        spoken = Spoken(text, [])
-        if self._may_call(asked) and self._settings.parser is not None:
-            spoken = self._settings.parser(text, asked.tools)
+        spoken = Spoken(text, []) if parser is None else parser(text, asked.tools)
         is_cut = written.finish_reason == "length"
         shown = ids if asked.wants_logprobs else []
         return Choice(
@@ -377,9 +370,9 @@ class AgentEpisode:
             calls=_with_ids(spoken.calls),
         )
 
-    def _note(self, asked: Asked, context: Context, written: Generation, choice: Choice) -> None:
+    def _note(self, asked: Asked, context: Context, choice: Choice) -> None:
         """Adds the answer to what later requests may begin with."""
-        ids = written.token_ids.tolist()
+        ids = choice.token_ids
         if asked.token_ids is not None:
             return
         if asked.messages is None:
@@ -387,13 +380,11 @@ class AgentEpisode:
             is_ended = ids[-1] in self._settings.sampling.stop_token_ids
             self._transcript.add(None, (), context, ids[:-1] if is_ended else ids)
             return
-        *before, last = asked.messages
+        before = list(asked.messages)
         (message,) = read_messages([choice.message()])
-        if asked.continues and last["role"] == "assistant":
-            message["content"] = last["content"] + choice.text
-        else:
-            before = asked.messages
-        is_cut = written.finish_reason == "length"
+        if asked.continues and before[-1]["role"] == "assistant":
+            message["content"] = before.pop()["content"] + choice.text
+        is_cut = choice.finish_reason == "length"
         self._transcript.add([*before, message], asked.tools, context, ids, is_cut=is_cut)
 
 
