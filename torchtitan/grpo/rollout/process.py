@@ -18,7 +18,7 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -35,6 +35,7 @@ from torchtitan.grpo.rollout.evaluator import Evaluator
 from torchtitan.grpo.rollout.process_monitor import LoopLag, RolloutMonitor
 from torchtitan.grpo.rollout.producer import Producer
 from torchtitan.grpo.rollout.saved import SavedRollouts, file_of, remove_others, write_saved
+from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher
 from torchtitan.grpo.rollout.session import RolloutSession
 from torchtitan.grpo.system.child import adopt_orphans, end_descendants
 from torchtitan.grpo.system.process_tuning import map_large_blocks, spare_collections
@@ -275,9 +276,8 @@ class RolloutProcess:
     async def _send_batch(self, session: RolloutSession, command: link_messages.NextBatch) -> None:
         if session.lender is not None:
             session.lender.ask(command.version)
-        batch = await self._result(
-            session.producer.batch(command.version), f"step {command.version + 1}", session.producer
-        )
+        work, what = session.producer.batch(command.version), f"step {command.version + 1}"
+        batch = await result_of(work, what, session.producer, session.dispatcher, self._send)
         lending = {} if session.lender is None else await session.lender.give_back(batch.groups)
         if self._holder is None:
             groups = pack(batch.groups)
@@ -305,7 +305,8 @@ class RolloutProcess:
         if evaluator is None:
             raise RuntimeError("Rank 0 requested an evaluation, but [evaluation] names no set.")
         work = evaluator.evaluate(command.version, command.pinned)
-        result = await self._result(work, f"evaluation at step {command.version}", evaluator)
+        what = f"evaluation at step {command.version}"
+        result = await result_of(work, what, evaluator, session.dispatcher, self._send)
         await self._send(link_messages.EvaluationDone(command.request_id, result))
 
     async def _save(self, saved: SavedRollouts, command: link_messages.Save) -> None:
@@ -322,26 +323,6 @@ class RolloutProcess:
             )
             num_rollouts = None
         await self._send(link_messages.Saved(command.version, num_rollouts))
-
-    async def _result(
-        self, work: Coroutine[Any, Any, _Found], what: str, source: Producer | Evaluator
-    ) -> _Found:
-        """Tells rank 0 what the result waits for until it is there, so that a timeout can name it."""
-        waiting, servers = asyncio.ensure_future(work), self._opened().dispatcher.servers
-        begun, (*_, num_before) = time.monotonic(), source.progress()
-        try:
-            while not (await asyncio.wait({waiting}, timeout=_PROGRESS_SECONDS))[0]:
-                is_stuck = not any(s.is_ready() or s.waits_for_devices for s in servers.values())
-                done, wanted, tokens = source.progress()
-                tokens -= num_before
-                speed = f"{tokens:,} tokens, {tokens / (time.monotonic() - begun):,.0f} tokens/s"
-                line = f"{what}: {done} of {wanted} completions, {speed}"
-                told = link_messages.Progress(source.describe(), is_stuck, line, done, wanted)
-                await self._send(told)
-        except asyncio.CancelledError:
-            waiting.cancel()
-            raise
-        return waiting.result()
 
     async def _watch_parent(self) -> None:
         """Returns when rank 0 has ended. Not every kernel signals this to a child."""
@@ -361,6 +342,31 @@ class RolloutProcess:
         socket.set_hwm(0)
         socket.bind(f"ipc://{path}")
         return socket
+
+
+async def result_of(
+    work: Coroutine[Any, Any, _Found],
+    what: str,
+    source: Producer | Evaluator,
+    dispatcher: Dispatcher,
+    send: Callable[[link_messages.Progress], Awaitable[None]],
+) -> _Found:
+    """Tells what the result waits for until it is there; a timeout of rank 0 names it, too."""
+    waiting = asyncio.ensure_future(work)
+    begun, (*_, num_before) = time.monotonic(), source.progress()
+    try:
+        while not (await asyncio.wait({waiting}, timeout=_PROGRESS_SECONDS))[0]:
+            servers = dispatcher.servers.values()
+            is_stuck = not any(server.is_ready() or server.waits_for_devices for server in servers)
+            done, wanted, tokens = source.progress()
+            tokens -= num_before
+            speed = f"{tokens:,} tokens, {tokens / (time.monotonic() - begun):,.0f} tokens/s"
+            line = f"{what}: {done} of {wanted} completions, {speed}"
+            await send(link_messages.Progress(source.describe(), is_stuck, line, done, wanted))
+    except asyncio.CancelledError:
+        waiting.cancel()
+        raise
+    return waiting.result()
 
 
 def first_cause(error: BaseException) -> BaseException:
