@@ -39,7 +39,7 @@ from torchtitan.grpo.observe.console import Progress
 from torchtitan.grpo.observe.evaluation_records import evaluation_metrics, sample_records
 from torchtitan.grpo.resume.exporting import export_checkpoint, find_checkpoint
 from torchtitan.grpo.rollout import link_messages
-from torchtitan.grpo.rollout.process import first_cause, say_progress
+from torchtitan.grpo.rollout.process import first_cause, result_of
 from torchtitan.grpo.rollout.results import EvaluationResult
 from torchtitan.grpo.rollout.session import EvaluationSession
 from torchtitan.grpo.run_folder.folder import hold
@@ -247,9 +247,9 @@ async def _run(config: RolloutProcessConfig) -> tuple[EvaluationResult, list[str
     try:
         await session.open()
         assert session.evaluator is not None, "there are sets to evaluate"
-        evaluating = asyncio.ensure_future(session.evaluate())
-        await say_progress(evaluating, "evaluation", session.evaluator, session.dispatcher, show)
-        return await evaluating, [server.url for server in session.fleet.servers]
+        work, evaluator = session.evaluate(), session.evaluator
+        result = await result_of(work, "evaluation", evaluator, session.dispatcher, show)
+        return result, [server.url for server in session.fleet.servers]
     finally:
         progress.close()
         await session.close()

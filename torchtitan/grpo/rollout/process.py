@@ -20,7 +20,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 import zmq
@@ -52,6 +52,8 @@ _COUNT_SECONDS = 1.0
 _CANCEL_SECONDS = 0.5
 _SAVE_SECONDS = 1.5
 _LINGER_MILLISECONDS = 2000
+
+_Found = TypeVar("_Found")
 
 
 class Announcer(logging.Handler):
@@ -274,10 +276,8 @@ class RolloutProcess:
     async def _send_batch(self, session: RolloutSession, command: link_messages.NextBatch) -> None:
         if session.lender is not None:
             session.lender.ask(command.version)
-        waiting = asyncio.ensure_future(session.producer.batch(command.version))
-        what = f"step {command.version + 1}"
-        await say_progress(waiting, what, session.producer, session.dispatcher, self._send)
-        batch = await waiting
+        work, what = session.producer.batch(command.version), f"step {command.version + 1}"
+        batch = await result_of(work, what, session.producer, session.dispatcher, self._send)
         lending = {} if session.lender is None else await session.lender.give_back(batch.groups)
         if self._holder is None:
             groups = pack(batch.groups)
@@ -304,10 +304,9 @@ class RolloutProcess:
         evaluator = session.evaluator
         if evaluator is None:
             raise RuntimeError("Rank 0 requested an evaluation, but [evaluation] names no set.")
-        waiting = asyncio.ensure_future(evaluator.evaluate(command.version, command.pinned))
+        work = evaluator.evaluate(command.version, command.pinned)
         what = f"evaluation at step {command.version}"
-        await say_progress(waiting, what, evaluator, session.dispatcher, self._send)
-        result = await waiting
+        result = await result_of(work, what, evaluator, session.dispatcher, self._send)
         await self._send(link_messages.EvaluationDone(command.request_id, result))
 
     async def _save(self, saved: SavedRollouts, command: link_messages.Save) -> None:
@@ -345,14 +344,15 @@ class RolloutProcess:
         return socket
 
 
-async def say_progress(
-    waiting: "asyncio.Future[Any]",
+async def result_of(
+    work: Coroutine[Any, Any, _Found],
     what: str,
     source: Producer | Evaluator,
     dispatcher: Dispatcher,
     send: Callable[[link_messages.Progress], Awaitable[None]],
-) -> None:
-    """Tells what the result still waits for until it is there; a timeout of rank 0 names it, too."""
+) -> _Found:
+    """Tells what the result waits for until it is there; a timeout of rank 0 names it, too."""
+    waiting = asyncio.ensure_future(work)
     begun, (*_, num_before) = time.monotonic(), source.progress()
     try:
         while not (await asyncio.wait({waiting}, timeout=_PROGRESS_SECONDS))[0]:
@@ -366,6 +366,7 @@ async def say_progress(
     except asyncio.CancelledError:
         waiting.cancel()
         raise
+    return waiting.result()
 
 
 def first_cause(error: BaseException) -> BaseException:

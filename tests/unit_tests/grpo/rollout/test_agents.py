@@ -406,7 +406,7 @@ async def test_one_of_two_answers_is_not_trained_if_the_client_leaves(model: Pat
         assert rows == ["u:7;a:[78<eos>]", "u:9;a:[56<eos>]"]
 
 
-@pytest.mark.parametrize("parse", tool_calls._PARSERS.values())
+@pytest.mark.parametrize("parse", tool_calls.PARSERS.values())
 @pytest.mark.parametrize(
     "text",
     [

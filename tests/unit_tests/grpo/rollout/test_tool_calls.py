@@ -24,16 +24,16 @@ TOOLS = FIRST["tools"]
 @pytest.mark.parametrize("one", TEXTS, ids=[f"{one['form']}: {one['case']}" for one in TEXTS])
 def test_what_a_model_wrote_is_read_as_it_was_meant(one: dict[str, Any]) -> None:
     _, answer, _ = divided(one["text"], None)
-    spoken = tool_calls._PARSERS[one["form"]](answer, TOOLS)
+    spoken = tool_calls.PARSERS[one["form"]](answer, TOOLS)
     calls = [[call.name, json.loads(call.arguments)] for call in spoken.calls]
     assert (spoken.text, json.dumps(calls)) == (one["content"], json.dumps(one["calls"]))
 
 
-@pytest.mark.parametrize("form", tool_calls._PARSERS)
+@pytest.mark.parametrize("form", tool_calls.PARSERS)
 def test_an_answer_that_is_cut_anywhere_has_whole_calls_or_none(form: str) -> None:
     whole = next(one for one in TEXTS if one["form"] == form and len(one["calls"]) == 2)
     for end in range(len(whole["text"])):
-        spoken = tool_calls._PARSERS[form](whole["text"][:end], TOOLS)
+        spoken = tool_calls.PARSERS[form](whole["text"][:end], TOOLS)
         calls = [[call.name, json.loads(call.arguments)] for call in spoken.calls]
         assert calls == whole["calls"][: len(calls)]
         assert calls or spoken.text == whole["text"][:end]
@@ -51,7 +51,7 @@ def test_ids_that_a_model_wrote_are_kept_if_templates_take_them(
     ids: list[str], kept: list[str]
 ) -> None:
     calls = [{"name": "f", "arguments": {}, "id": one} for one in ids]
-    spoken = tool_calls._PARSERS["Mistral"]("[TOOL_CALLS] " + json.dumps(calls), TOOLS)
+    spoken = tool_calls.PARSERS["Mistral"]("[TOOL_CALLS] " + json.dumps(calls), TOOLS)
     assert [call.id for call in spoken.calls] == kept
 
 

@@ -18,6 +18,7 @@ from collections.abc import Collection, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager
+from typing import TypeVar
 
 import msgspec
 import torch
@@ -34,6 +35,8 @@ from torchtitan.grpo.weight_wire.staging import StagingPlace, UpdateError
 from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec, WeightGroupInfo
 
 logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 _LEAVE_SECONDS = 2.0
 # Maximum duration of reading a version from disk, unless that of a broadcast is longer.
@@ -175,7 +178,8 @@ class WeightUpdater:
         if self._engine.residence is not Residence.SERVED:
             self._require_all(tensors)
         self.table.wait_prepared()
-        seconds = self._swap(tensors, version)
+        swap = self._engine.swap_weights(lambda: self.table.adopt(tensors), version)
+        seconds = self._wait(swap)
         self._pushed = pushed
         self.session.settle(
             self.table.parameters.values(), version if self._is_base(dtypes) else None
@@ -193,13 +197,21 @@ class WeightUpdater:
                 f"{Residence.EMPTY.refusal} {len(missing)} are missing, such as {missing[:3]}."
             )
 
-    def _wait(self, future: "Future[None]") -> None:
+    def _wait(self, future: "Future[_T]") -> _T:
+        """Waits until a call of the engine begins, and then until it ends."""
         try:
-            future.result(self._timeout_seconds)
+            return future.result(self._timeout_seconds)
         except FutureTimeoutError as error:
-            future.cancel()
-            raise UpdateError(
-                f"no step of the engine ended within {self._timeout_seconds} s."
+            if future.cancel():
+                raise UpdateError(
+                    f"no step of the engine ended within {self._timeout_seconds} s."
+                ) from error
+        try:
+            return future.result(self._timeout_seconds)
+        except FutureTimeoutError as error:
+            raise _SwapError(
+                f"The change of the weights must end within {self._timeout_seconds} s after the last "
+                "step, but it has not ended. Restart the server."
             ) from error
 
     def _is_base(self, dtypes: dict[str, str]) -> bool:
@@ -213,27 +225,9 @@ class WeightUpdater:
             )
         )
 
-    def _swap(self, tensors: dict[str, torch.Tensor], version: str) -> float:
-        """Waits until the swap begins, and then until it ends; returns its seconds."""
-        future = self._engine.swap_weights(lambda: self.table.adopt(tensors), version)
-        try:
-            return future.result(self._timeout_seconds)
-        except FutureTimeoutError as error:
-            if future.cancel():
-                raise UpdateError(
-                    f"no step of the engine ended within {self._timeout_seconds} s."
-                ) from error
-        try:
-            return future.result(self._timeout_seconds)
-        except FutureTimeoutError as error:
-            raise _SwapError(
-                f"The new weights must be in place within {self._timeout_seconds} s after the last "
-                "step, but they are not. Restart the server."
-            ) from error
-
 
 class _SwapError(UpdateError):
-    """A swap that has begun does not end."""
+    """A change that has begun does not end."""
 
 
 _UNDER_WAY = (

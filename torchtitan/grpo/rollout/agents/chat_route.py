@@ -33,12 +33,13 @@ def write(answer: Answer, asked: Asked) -> dict[str, Any]:
         written = {"index": index, "message": choice.message(), **_end(choice, asked)}
         choices.append(written | ({"token_ids": choice.token_ids} if asked.wants_token_ids else {}))
     extra = {"prompt_token_ids": answer.prompt_ids} if asked.wants_token_ids else {}
-    return {**_head(answer, "chat.completion"), "choices": choices, "usage": answer.usage, **extra}
+    head = answer.head("chatcmpl", "chat.completion")
+    return {**head, "choices": choices, "usage": answer.usage, **extra}
 
 
 def stream(answer: Answer, asked: Asked) -> Iterator[dict[str, Any]]:
     """Yields the chunks of an answer that was written as a whole."""
-    head = _head(answer, "chat.completion.chunk")
+    head = answer.head("chatcmpl", "chat.completion.chunk")
     for index, choice in enumerate(answer.choices):
         message = choice.message()
         calls = message.pop("tool_calls", [])
@@ -49,15 +50,6 @@ def stream(answer: Answer, asked: Asked) -> Iterator[dict[str, Any]]:
         yield head | {"choices": [{"index": index, "delta": {}, **_end(choice, asked)}]}
     if asked.wants_usage:
         yield head | {"choices": [], "usage": answer.usage}
-
-
-def _head(answer: Answer, kind: str) -> dict[str, Any]:
-    return {
-        "id": f"chatcmpl-{answer.number}",
-        "object": kind,
-        "created": answer.created,
-        "model": answer.model,
-    }
 
 
 def _end(choice: Choice, asked: Asked) -> dict[str, Any]:

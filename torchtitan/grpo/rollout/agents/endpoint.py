@@ -8,7 +8,7 @@ import functools
 import json
 import logging
 from collections.abc import Awaitable, Callable, Iterable
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -39,6 +39,7 @@ _IGNORED = (
     "likes. Ask for a form or a call in a message, and let the program check the answer."
 )
 
+_IDS = SimpleNamespace(read=text_route.read_ids_body, write=text_route.write_ids)
 _Handler = Callable[[web.Request, AgentEpisode], Awaitable[web.StreamResponse]]
 
 
@@ -55,10 +56,10 @@ class AgentEndpoint:
             ("POST", "/v1/chat/completions", functools.partial(self._complete, chat_route)),
             ("POST", "/v1/completions", functools.partial(self._complete, text_route)),
             ("POST", "/v1/responses", self._responses),
-            ("POST", "/inference/v1/generate", self._generate),
+            ("POST", "/inference/v1/generate", functools.partial(self._complete, _IDS)),
             ("POST", "/v1/episodes/{name}/reward", self._reward),
             ("GET", "/v1/models", self._models),
-            ("GET", "/v1/models/{model:.*}", self._model),
+            ("GET", "/v1/models/{model:.*}", self._models),
             ("*", "/{path:.*}", self._unknown),
         ]
         for method, path, handler in routes:
@@ -102,7 +103,8 @@ class AgentEndpoint:
         """Finds the episode, and turns exceptions into OpenAI's error objects."""
 
         async def guarded(http: web.Request) -> web.StreamResponse:
-            episode = self._episode(http)
+            scheme, _, key = http.headers.get("Authorization", "").partition(" ")
+            episode = self._episodes.get(key.strip()) if scheme.lower() == "bearer" else None
             with answering(has_key=episode is not None):
                 if episode is None:
                     return _error(
@@ -126,14 +128,8 @@ class AgentEndpoint:
 
         return guarded
 
-    def _episode(self, http: web.Request) -> AgentEpisode | None:
-        scheme, _, key = http.headers.get("Authorization", "").partition(" ")
-        if scheme.lower() != "bearer":
-            return None
-        return self._episodes.get(key.strip())
-
     async def _complete(
-        self, route: ModuleType, http: web.Request, episode: AgentEpisode
+        self, route: ModuleType | SimpleNamespace, http: web.Request, episode: AgentEpisode
     ) -> web.StreamResponse:
         body = await _body(http, episode)
         asked: Asked = await episode.in_thread(lambda: route.read(body))
@@ -141,12 +137,6 @@ class AgentEndpoint:
         if asked.stream:
             return await _stream(http, route.stream(answer, asked), is_named=False)
         return await _send(http, route.write(answer, asked))
-
-    async def _generate(self, http: web.Request, episode: AgentEpisode) -> web.StreamResponse:
-        body = await _body(http, episode)
-        asked = text_route.read_ids_body(body)
-        answer = await self._answer(body, asked, episode)
-        return await _send(http, text_route.write_ids(answer, asked))
 
     async def _responses(self, http: web.Request, episode: AgentEpisode) -> web.StreamResponse:
         body = await _body(http, episode)
@@ -158,10 +148,14 @@ class AgentEndpoint:
             )
         asked = await episode.in_thread(lambda: responses_route.read(body, earlier))
         answer = await self._answer(body, asked, episode)
-        _keep_conversation(episode, asked, answer, has_system=bool(body.get("instructions")))
+        written = responses_route.write(answer, asked)
+        # Kept for `previous_response_id`; instructions are not carried over.
+        own = (asked.messages or [])[bool(body.get("instructions")) :]
+        items = responses_route.read_items(written["output"])
+        episode.conversations[written["id"]] = [*own, *items]
         if asked.stream:
             return await _stream(http, responses_route.stream(answer, asked), is_named=True)
-        return await _send(http, responses_route.write(answer, asked))
+        return await _send(http, written)
 
     async def _reward(self, http: web.Request, episode: AgentEpisode) -> web.StreamResponse:
         if http.match_info["name"] not in (episode.name, "current"):
@@ -196,24 +190,10 @@ class AgentEndpoint:
             logger.warning("A request of an agent %s (Told once.)", text)
 
     async def _models(self, http: web.Request, episode: AgentEpisode) -> web.StreamResponse:
-        return web.json_response({"object": "list", "data": [self._card()]})
-
-    async def _model(self, http: web.Request, episode: AgentEpisode) -> web.StreamResponse:
-        return web.json_response(self._card())
-
-    def _card(self) -> dict[str, Any]:
         card = {"id": MODEL, "object": "model", "created": 0, "owned_by": "torchtitan-grpo"}
-        return card | {"max_model_len": self._seq_len}
-
-
-def _keep_conversation(
-    episode: AgentEpisode, asked: Asked, answer: Answer, *, has_system: bool
-) -> None:
-    """Keeps a conversation for ``previous_response_id``: instructions are not carried over."""
-    assert asked.messages is not None, "this route has messages"
-    messages = asked.messages[has_system:]
-    items = responses_route.write(answer, asked)["output"]
-    episode.conversations[f"resp_{answer.number}"] = [*messages, *responses_route.read_items(items)]
+        card["max_model_len"] = self._seq_len
+        is_one = "model" in http.match_info
+        return web.json_response(card if is_one else {"object": "list", "data": [card]})
 
 
 async def _body(http: web.Request, episode: AgentEpisode) -> dict[str, Any]:

@@ -6,7 +6,6 @@
 import asyncio
 import itertools
 import secrets
-import string
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -16,8 +15,15 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from torchtitan.grpo.rollout.agents.exchange import Answer, Asked, BadRequest, Choice, make_call
-from torchtitan.grpo.rollout.agents.programs import MODEL, REWARD, Access, finite_number
+from torchtitan.grpo.config import RolloutProcessConfig
+from torchtitan.grpo.rollout.agents.exchange import (
+    Answer,
+    Asked,
+    BadRequest,
+    Choice,
+    read_messages,
+)
+from torchtitan.grpo.rollout.agents.programs import MODEL, REWARD, finite_number
 from torchtitan.grpo.rollout.agents.rows import EpisodeRows, Row
 from torchtitan.grpo.rollout.agents.thinking import THINKING_MARKS, divided
 from torchtitan.grpo.rollout.agents.tool_calls import CALL_MARKS, Parser, Spoken, ToolCall
@@ -34,7 +40,7 @@ from torchtitan.grpo.types import Generation, Prompt, as_context, joined
 # and what is written behind a stop string is lost.
 _STOP_SEGMENTS = 64, 512
 # Ids of tool calls are of the length that every chat template accepts.
-_CALL_ID_CHARS, _CALL_ID_LEN = string.ascii_letters + string.digits, 9
+_CALL_ID_LEN = 9
 # Requests of one episode that are read and tokenized at once: other episodes need threads as well.
 _MOST_READ = 2
 
@@ -58,12 +64,7 @@ class EpisodeSettings:
     sampling: Sampling
     codec: TextCodec
     parser: Parser | None
-    segment_tokens: int
-    wait_seconds: float
-    max_turns: int
-    allow_sampling: bool
-    is_templated: bool
-    vocab_size: int
+    config: RolloutProcessConfig
     counts: Counter[str] = field(default_factory=Counter)
 
 
@@ -88,7 +89,8 @@ class AgentEpisode:
         self._settings, self._prompt, self._sample = settings, prompt, sample
         self._floor, self._server = floor, server
         self._rows = EpisodeRows(prompt.token_ids.tolist())
-        self._transcript = Transcript(settings.codec, templated=settings.is_templated)
+        templated = settings.config.rollout.earlier_turns == "as_templated"
+        self._transcript = Transcript(settings.codec, templated=templated)
         self._num_asked = 0
         self._reading = asyncio.Semaphore(_MOST_READ)
         self._writing: set[asyncio.Task[tuple[Choice, Generation]]] = set()
@@ -101,16 +103,9 @@ class AgentEpisode:
         self._hold = ExitStack()
         self._hold.enter_context(settings.places.hold())
 
-    def access(self, base_url: str) -> Access:
-        return Access(base_url, self.key, self.name)
-
-    def begin(self, release: Callable[[], None], seconds: float) -> None:
-        """The program starts: calls ``release`` at its first request, or after ``seconds``."""
+    def begin(self) -> None:
+        """The program starts."""
         self._since = time.monotonic()
-        place = ExitStack()
-        place.callback(release)
-        self.asked.add_done_callback(lambda _: place.close())
-        self.asked.get_loop().call_later(seconds, place.close)
 
     def note_request(self) -> None:
         if not self.asked.done():
@@ -122,10 +117,6 @@ class AgentEpisode:
         """The program's own time until its first request, and from then on that beside the model's."""
         running = 0.0 if self._num_in_flight else time.monotonic() - self._since
         return self._own_seconds + running
-
-    @property
-    def waits_for_model(self) -> bool:
-        return self._num_in_flight > 0
 
     def close(self) -> None:
         """Cancels its requests, and ends its place among the completions in flight."""
@@ -178,7 +169,7 @@ class AgentEpisode:
             raise BadRequest(str(error), param="messages", code=code) from error
         if self._is_closed:
             raise BadRequest("The episode has ended.", code="ended")
-        most = self._settings.max_turns
+        most = self._settings.config.rollout.max_turns
         if self._num_asked + asked.number > most:
             raise BadRequest(
                 f"An episode may ask for at most rollout.max_turns = {most} answers, and has asked for "
@@ -186,7 +177,9 @@ class AgentEpisode:
                 code="max_turns",
             )
         first, self._num_asked = self._num_asked, self._num_asked + asked.number
-        self._count(asked, context)
+        self.counts["requests"] += asked.number
+        self.counts["conversations"] += not context.is_known
+        self._settings.counts["ignored"] += bool(self.ignored(asked))
         with self._generating():
             choices, rows = await self._choices(asked, context, room, first)
         number = f"{self.name}-{next(self._answers)}"
@@ -213,8 +206,12 @@ class AgentEpisode:
         self._writing.update(tasks)
         try:
             written = await asyncio.gather(*tasks)
-            for row, (choice, generation) in zip(rows, written, strict=True):
-                self._keep(row, asked, context, generation, choice)
+            own, sampling = self._settings.sampling, self._sampling(asked)
+            is_own = replace(sampling, seed=None) == replace(own, seed=None)
+            for row, (choice, part) in zip(rows, written, strict=True):
+                self._settings.counts["masked"] += not is_own
+                self._rows.add(row, context.token_ids, part if is_own else as_context(part))
+                self._note(asked, context, choice)
             return [choice for choice, _ in written], rows
         except Exception as error:
             if not self.failed.done():
@@ -230,10 +227,10 @@ class AgentEpisode:
 
     def _context(self, asked: Asked) -> Context:
         if asked.token_ids is not None:
-            if max(asked.token_ids) >= self._settings.vocab_size:
+            largest, vocab_size = max(asked.token_ids), self._settings.config.vocab_size
+            if largest >= vocab_size:
                 raise BadRequest(
-                    f"Token ids must be below {self._settings.vocab_size}, the model's vocab_size, got "
-                    f"{max(asked.token_ids)}.",
+                    f"Token ids must be below {vocab_size}, the model's vocab_size, got {largest}.",
                     param="token_ids",
                 )
             return Context(asked.token_ids, "", is_known=True)
@@ -260,15 +257,10 @@ class AgentEpisode:
             raise TextTooLong(most, f"{num_shown} tokens already")
         return min(most - num_shown, sampling.max_new_tokens, asked.max_tokens or most)
 
-    def _count(self, asked: Asked, context: Context) -> None:
-        counts = self._settings.counts
-        self.counts["requests"] += asked.number
-        self.counts["conversations"] += not context.is_known
-        counts["ignored"] += bool(self.ignored(asked))
-
     def ignored(self, asked: Asked) -> tuple[str, ...]:
         """Names of what a request asks for and does not get."""
-        return asked.ignored + (() if self._settings.allow_sampling else tuple(asked.sampling))
+        allowed = self._settings.config.agent.allow_sampling
+        return asked.ignored + (() if allowed else tuple(asked.sampling))
 
     @contextmanager
     def _generating(self) -> Iterator[None]:
@@ -294,30 +286,20 @@ class AgentEpisode:
         # In a thread: long answers take milliseconds to decode.
         return await asyncio.to_thread(self._choice, asked, context, written, stopped), written
 
-    def _keep(
-        self, row: Row, asked: Asked, context: Context, written: Generation, choice: Choice
-    ) -> None:
-        is_own = replace(self._sampling(asked), seed=None) == replace(
-            self._settings.sampling, seed=None
-        )
-        self._settings.counts["masked"] += not is_own
-        self._rows.add(row, context.token_ids, written if is_own else as_context(written))
-        self._note(asked, context, written, choice)
-
     async def _generate(
         self, asked: Asked, context: Context, room: int, number: int
     ) -> tuple[Generation, _Stop | None]:
         """Returns an answer, and the stop string that ended it."""
-        settings = self._settings
+        settings, rollout = self._settings, self._settings.config.rollout
         written: Generation | None = None
         while True:
             num_written = 0 if written is None else len(written.token_ids)
-            longest = settings.segment_tokens or room
+            longest = rollout.segment_tokens or room
             if asked.stop:
                 first, most = _STOP_SEGMENTS
                 longest = min(longest, max(first, min(num_written, most)))
             self._server = server = await next_server(
-                settings.places, self._floor, self._server.url, settings.wait_seconds
+                settings.places, self._floor, self._server.url, rollout.request_timeout_seconds
             )
             sampling = self._sampling(asked).of_sample(
                 self._prompt, self._sample, number, num_written
@@ -352,31 +334,28 @@ class AgentEpisode:
         return replace(_beginning(written, low), finish_reason="stop"), first
 
     def _sampling(self, asked: Asked) -> Sampling:
-        settings = self._settings
-        if not settings.allow_sampling:
-            return settings.sampling
-        return replace(settings.sampling, **asked.sampling)
+        allowed = asked.sampling if self._settings.config.agent.allow_sampling else {}
+        return replace(self._settings.sampling, **allowed)
 
     def _text(self, asked: Asked, ids: list[int]) -> str:
         """The text of an answer, with the special tokens that divide it, if they may."""
         marks = () if asked.messages is None else THINKING_MARKS
-        marks += CALL_MARKS if self._may_call(asked) else ()
+        marks += CALL_MARKS if self._parser(asked) else ()
         return self._settings.codec.decode(ids, marks)
 
-    def _may_call(self, asked: Asked) -> bool:
-        return bool(asked.tools) and asked.may_call and self._settings.parser is not None
+    def _parser(self, asked: Asked) -> Parser | None:
+        return self._settings.parser if asked.tools and asked.may_call else None
 
     def _choice(
         self, asked: Asked, context: Context, written: Generation, stopped: _Stop | None
     ) -> Choice:
-        codec, ids = self._settings.codec, written.token_ids.tolist()
+        codec, parser = self._settings.codec, self._parser(asked)
+        ids = written.token_ids.tolist()
         text, reasoning = self._text(asked, ids), ""
         text = text[: stopped.place] if stopped is not None else text
         if asked.messages is not None:
             reasoning, text, _ = divided(text, context.thinking)
-        spoken = Spoken(text, [])
-        if self._may_call(asked) and self._settings.parser is not None:
-            spoken = self._settings.parser(text, asked.tools)
+        spoken = Spoken(text, []) if parser is None else parser(text, asked.tools)
         is_cut = written.finish_reason == "length"
         shown = ids if asked.wants_logprobs else []
         return Choice(
@@ -388,13 +367,12 @@ class AgentEpisode:
             text=spoken.text,
             stop_reason=stopped.text if stopped is not None else None,
             reasoning=reasoning,
-            calls=spoken.calls,
-            call_ids=_call_ids(spoken.calls),
+            calls=_with_ids(spoken.calls),
         )
 
-    def _note(self, asked: Asked, context: Context, written: Generation, choice: Choice) -> None:
+    def _note(self, asked: Asked, context: Context, choice: Choice) -> None:
         """Adds the answer to what later requests may begin with."""
-        ids = written.token_ids.tolist()
+        ids = choice.token_ids
         if asked.token_ids is not None:
             return
         if asked.messages is None:
@@ -402,16 +380,11 @@ class AgentEpisode:
             is_ended = ids[-1] in self._settings.sampling.stop_token_ids
             self._transcript.add(None, (), context, ids[:-1] if is_ended else ids)
             return
-        *before, last = asked.messages
-        message: Message = {"role": "assistant", "content": choice.text}
-        if choice.calls:
-            calls = zip(choice.call_ids, choice.calls, strict=True)
-            message["tool_calls"] = [make_call(i, c.name, c.arguments) for i, c in calls]
-        if asked.continues and last["role"] == "assistant":
-            message["content"] = last["content"] + choice.text
-        else:
-            before = asked.messages
-        is_cut = written.finish_reason == "length"
+        before = list(asked.messages)
+        (message,) = read_messages([choice.message()])
+        if asked.continues and before[-1]["role"] == "assistant":
+            message["content"] = before.pop()["content"] + choice.text
+        is_cut = choice.finish_reason == "length"
         self._transcript.add([*before, message], asked.tools, context, ids, is_cut=is_cut)
 
 
@@ -430,12 +403,11 @@ def _beginning(written: Generation, num_tokens: int) -> Generation:
     )
 
 
-def _call_ids(calls: list[ToolCall]) -> list[str]:
-    """Ids that the model wrote, if each is another one, because it reads them beside results."""
-    written = [call.id for call in calls]
-    if "" not in written and len(set(written)) == len(written):
-        return written
-    return ["".join(secrets.choice(_CALL_ID_CHARS) for _ in range(_CALL_ID_LEN)) for _ in calls]
+def _with_ids(calls: list[ToolCall]) -> list[ToolCall]:
+    """Keeps ids that the model wrote, if each is another one: it reads them beside results."""
+    if len({call.id for call in calls} - {""}) == len(calls):
+        return calls
+    return [call._replace(id=secrets.token_hex(_CALL_ID_LEN)[:_CALL_ID_LEN]) for call in calls]
 
 
 def parsed_reward(body: Any) -> float:

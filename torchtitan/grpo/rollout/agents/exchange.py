@@ -4,9 +4,12 @@
 """One request for what the model writes, and its answer, whichever route they take."""
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
 
 from torchtitan.grpo import strict_json
 from torchtitan.grpo.rollout.agents.tool_calls import ToolCall
@@ -15,12 +18,6 @@ from torchtitan.grpo.rollout.agents.transcript import Message
 _MOST_CHOICES = 64
 SAMPLING = ("temperature", "top_p", "top_k", "seed")
 """Parameters of requests by which ``agent.allow_sampling`` replaces the run's."""
-_IS_VALID: dict[str, Callable[[Any], bool]] = {
-    "temperature": lambda value: 0 <= value <= 100,
-    "top_p": lambda value: 0 < value <= 1,
-    "top_k": lambda value: isinstance(value, int) and value >= -1,
-    "seed": lambda value: isinstance(value, int),
-}
 _DEFAULTS: dict[str, Any] = {
     "min_p": 0, "frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1,
     "logit_bias": {}, "response_format": {"type": "text"}, "min_tokens": 0,
@@ -82,7 +79,6 @@ class Choice:
     stop_reason: str | None = None
     reasoning: str = ""
     calls: list[ToolCall] = field(default_factory=list)
-    call_ids: list[str] = field(default_factory=list)
 
     def message(self) -> dict[str, Any]:
         """The message as chat clients receive it and send it back."""
@@ -93,7 +89,7 @@ class Choice:
             message["content"] = self.text or None
             message["tool_calls"] = [
                 {"id": one, "type": "function", "function": {"name": name, "arguments": arguments}}
-                for one, (name, arguments, _) in zip(self.call_ids, self.calls, strict=True)
+                for name, arguments, one in self.calls
             ]
         return message
 
@@ -108,6 +104,10 @@ class Answer:
     prompt_ids: list[int]
     choices: list[Choice]
 
+    def head(self, prefix: str, kind: str) -> dict[str, Any]:
+        number, created = f"{prefix}-{self.number}", self.created
+        return {"id": number, "object": kind, "created": created, "model": self.model}
+
     @property
     def usage(self) -> dict[str, int]:
         num_written = sum(len(choice.token_ids) for choice in self.choices)
@@ -118,35 +118,47 @@ class Answer:
         }
 
 
+class _Settings(msgspec.Struct):
+    """What the bodies of all routes may hold; null stands for nothing."""
+
+    n: Annotated[int, Meta(ge=1, le=_MOST_CHOICES)] | None = None
+    stop: str | list[Annotated[str, Meta(min_length=1)]] | None = None
+    max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
+    max_tokens: Annotated[int, Meta(ge=1)] | None = None
+    max_output_tokens: Annotated[int, Meta(ge=1)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1)] | None = None
+    seed: int | None = None
+    stream: bool | None = None
+    stream_options: dict[str, Any] | None = None
+    return_token_ids: bool | None = None
+
+
 def shared_settings(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Reads what the routes of chat and of plain text have in common."""
-    number = _typed(body, "n", int, 1)
-    if not 1 <= number <= _MOST_CHOICES:
-        raise BadRequest(f"n must be in [1, {_MOST_CHOICES}], got {number}.", param="n")
+    """Reads what the routes have in common, for :class:`Asked`."""
+    try:
+        read = msgspec.convert(body, _Settings)
+    except msgspec.ValidationError as error:
+        param = str(error).partition("`$.")[2].rstrip("`")
+        raise BadRequest(f"The request cannot be used: {error}.", param=param) from error
+    sampling = {name: getattr(read, name) for name in SAMPLING}
+    if read.top_k == 0:  # off, as on vLLM
+        sampling["top_k"] = -1
+    stop = read.stop or []
     return {
-        "number": number,
-        "stop": stop_strings(body),
-        "max_tokens": read_length(body, "max_completion_tokens", "max_tokens"),
-        "sampling": sampling_of(body),
-        "ignored": ignored_in(body),
-        "stream": _typed(body, "stream", bool, False),
-        "wants_usage": bool(_typed(body, "stream_options", dict, {}).get("include_usage")),
-        "wants_token_ids": _typed(body, "return_token_ids", bool, False),
+        "number": read.n or 1,
+        "stop": tuple([stop] if isinstance(stop, str) else stop),
+        "max_tokens": read.max_completion_tokens or read.max_tokens or read.max_output_tokens,
+        "sampling": {name: value for name, value in sampling.items() if value is not None},
+        "ignored": _ignored_in(body),
+        "stream": read.stream or False,
+        "wants_usage": bool((read.stream_options or {}).get("include_usage")),
+        "wants_token_ids": read.return_token_ids or False,
     }
 
 
-def sampling_of(body: Mapping[str, Any]) -> dict[str, Any]:
-    found = {name: body[name] for name in SAMPLING if body.get(name) is not None}
-    for name, value in found.items():
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not (is_number and _IS_VALID[name](value)):
-            raise BadRequest(f"{name} = {value!r:.100} is not a possible value.", param=name)
-    if found.get("top_k") == 0:  # off, as on vLLM
-        found["top_k"] = -1
-    return found
-
-
-def ignored_in(body: Mapping[str, Any]) -> tuple[str, ...]:
+def _ignored_in(body: Mapping[str, Any]) -> tuple[str, ...]:
     text, asked = body.get("text"), dict(body)
     if isinstance(text, dict):  # of the route of responses
         asked["text.format"] = text.get("format")
@@ -155,34 +167,11 @@ def ignored_in(body: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(name for name, off in _DEFAULTS.items() if asked.get(name, off) not in (off, None))
 
 
-def stop_strings(body: Mapping[str, Any]) -> tuple[str, ...]:
-    stop = body.get("stop") or []
-    stop = [stop] if isinstance(stop, str) else stop
-    if not (isinstance(stop, list) and all(isinstance(one, str) and one for one in stop)):
-        raise BadRequest(
-            f"stop must be a string or a list of strings, got {stop!r:.100}.", param="stop"
-        )
-    return tuple(stop)
-
-
-def read_length(body: Mapping[str, Any], *names: str) -> int | None:
-    """Returns the first limit that is given under one of these names."""
-    for name in names:
-        value = _typed(body, name, int, None)
-        if value is not None:
-            if value < 1:
-                raise BadRequest(f"{name} must be at least 1, got {value}.", param=name)
-            return value
-    return None
-
-
-def _typed(body: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
-    value = body.get(name)
-    if value is None:
-        return default
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise BadRequest(f"{name} must be of type {kind.__name__}, got {value!r:.100}.", param=name)
-    return value
+def _list_in(body: Mapping[str, Any], name: str) -> list[Any]:
+    found = body.get(name) or []
+    if not isinstance(found, list):
+        raise BadRequest(f"{name} must be a list, got {found!r:.100}.", param=name)
+    return found
 
 
 def read_messages(value: Any, param: str = "messages") -> list[Message]:
@@ -202,7 +191,7 @@ def _read_message(message: Any, param: str) -> Message:
         for name in ("name", "tool_call_id", "reasoning_content")
         if isinstance(message.get(name), str)
     }
-    if calls := _typed(message, "tool_calls", list, []):
+    if calls := _list_in(message, "tool_calls"):
         read["tool_calls"] = [_read_call(call, param) for call in calls]
     return read
 
@@ -241,7 +230,7 @@ def make_call(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
 def read_tools(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Returns the functions among the tools, in the form of the chat route."""
     found = []
-    for i, tool in enumerate(_typed(body, "tools", list, [])):
+    for i, tool in enumerate(_list_in(body, "tools")):
         function = tool.get("function", tool) if isinstance(tool, dict) else None
         if not (isinstance(function, dict) and isinstance(function.get("name"), str)):
             raise BadRequest(

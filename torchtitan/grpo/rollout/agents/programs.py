@@ -17,7 +17,7 @@ import signal
 import subprocess
 import tempfile
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 from torchtitan.grpo.config import Agent, Rollout, Workers
 from torchtitan.grpo.config.environments import own_key
@@ -34,7 +34,6 @@ from torchtitan.grpo.rollout.environments.environment_pool import (
     EnvironmentsFailing,
 )
 from torchtitan.grpo.system.child import child_command
-from torchtitan.grpo.system.waits import wait_at_most
 from torchtitan.grpo.types import Prompt
 from torchtitan.grpo.workers.channel import NotPlainData, Refused, not_passed
 from torchtitan.grpo.workers.owner import OUTPUT_HINT, FailureLimit, WorkerOwner
@@ -54,8 +53,6 @@ REWARD = f"a number between -{LARGEST_REWARD:g} and {LARGEST_REWARD:g}"
 
 _MAX_OUTPUT = 2**20
 _CANCEL_SECONDS = 5.0
-# For the rest of the output of a program that has ended, which a process of another session may hold open.
-_READ_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -135,19 +132,17 @@ class Commands:
         except (TypeError, ValueError) as error:
             message = not_passed(prompt, prompt.columns, self._key, NotPlainData(str(error)))
             raise EnvironmentFailed("column", message) from error
-        output = await _Output.open()
-        try:
-            process = await self._start(access, row, output)
+        with contextlib.ExitStack() as files:
+            process, output = await self._start(access, row, files)
             try:
                 status = await process.wait()
             finally:
-                # Also what the program has left behind, which may hold its output open.
+                # Also what the program has left behind.
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(process.pid, signal.SIGKILL)
                 await process.wait()
-            printed = await output.end()
-        finally:
-            output.close()
+            output.seek(max(output.seek(0, os.SEEK_END) - _MAX_OUTPUT, 0))
+            printed = output.read()
         if status != 0:
             raise EnvironmentFailed(
                 f"exit status {status}",
@@ -173,87 +168,33 @@ class Commands:
         pass
 
     async def _start(
-        self, access: Access, row: str, output: "_Output"
-    ) -> asyncio.subprocess.Process:
+        self, access: Access, row: str, files: contextlib.ExitStack
+    ) -> tuple[asyncio.subprocess.Process, IO[bytes]]:
+        """Returns a program, and the file into which it prints.
+
+        Files, because a program need not read its row, a pipe holds only so much, and whoever the
+        program leaves behind would hold a pipe open.
+        """
         environment = self._environment() | access.variables()
         try:
-            # A file, because a program need not read its row, and a pipe holds only so much.
-            with tempfile.TemporaryFile() as file:
-                file.write(row.encode() + b"\n")
-                file.seek(0)
-                command, limits = self._command, limits_of(self._workers)
-                if limits:
-                    command = child_command(command, environment, signal.SIGKILL, limits)
-                return await asyncio.create_subprocess_exec(
-                    *command,
-                    stdin=file,
-                    stdout=output.descriptor,
-                    start_new_session=True,
-                    env=environment,
-                )
+            given = files.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
+            printed = files.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
+            given.write(row.encode() + b"\n")
+            given.seek(0)
+            command, limits = self._command, limits_of(self._workers)
+            if limits:
+                command = child_command(command, environment, signal.SIGKILL, limits)
+            process = await asyncio.create_subprocess_exec(
+                *command, stdin=given, stdout=printed, start_new_session=True, env=environment
+            )
         except (OSError, subprocess.SubprocessError) as error:
             raise EnvironmentFailed(
                 "start", f"{self._key} {self._command} cannot be started: {error}."
             ) from error
-        finally:
-            output.let_go()
+        return process, printed
 
     def _environment(self) -> dict[str, str]:
         return worker_environment(self._workers.pass_variables)
-
-
-class _Output:
-    """The end of what a program prints, through a pipe of its own.
-
-    asyncio's own pipe would make the wait for a program last as long as anybody holds it open.
-    """
-
-    def __init__(self, descriptor: int) -> None:
-        self.descriptor: int | None = descriptor
-        self._printed = bytearray()
-        self._is_closed = asyncio.Event()
-        self._transport: asyncio.ReadTransport | None = None
-
-    @classmethod
-    async def open(cls) -> "_Output":
-        reader, writer = os.pipe()
-        output = cls(writer)
-        loop = asyncio.get_running_loop()
-        file = open(reader, "rb", buffering=0)  # noqa: SIM115  (the transport closes it)
-        output._transport, _ = await loop.connect_read_pipe(lambda: _Tail(output), file)
-        return output
-
-    def let_go(self) -> None:
-        """Closes the program's end in this process."""
-        if self.descriptor is not None:
-            os.close(self.descriptor)
-            self.descriptor = None
-
-    def add(self, data: bytes) -> None:
-        self._printed += data
-        del self._printed[:-_MAX_OUTPUT]
-
-    def close(self) -> None:
-        self.let_go()
-        self._is_closed.set()
-        if self._transport is not None:
-            self._transport.close()
-
-    async def end(self) -> bytes:
-        """Waits until everybody has closed it, but not for long."""
-        await wait_at_most(_READ_SECONDS, self._is_closed)
-        return bytes(self._printed)
-
-
-class _Tail(asyncio.Protocol):
-    def __init__(self, output: _Output) -> None:
-        self._output = output
-
-    def data_received(self, data: bytes) -> None:
-        self._output.add(data)
-
-    def eof_received(self) -> None:
-        self._output.close()
 
 
 class Functions:

@@ -4,6 +4,7 @@
 """The bodies of ``/v1/responses``, whose conversations are lists of items."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torchtitan.grpo.rollout.agents.exchange import (
@@ -11,12 +12,10 @@ from torchtitan.grpo.rollout.agents.exchange import (
     Asked,
     BadRequest,
     Choice,
-    ignored_in,
     make_call,
-    read_length,
     read_text,
     read_tools,
-    sampling_of,
+    shared_settings,
 )
 from torchtitan.grpo.rollout.agents.transcript import Message
 
@@ -26,15 +25,13 @@ def read(body: Mapping[str, Any], earlier: list[Message]) -> Asked:
     system: list[Message] = []
     if instructions := body.get("instructions"):
         system = [{"role": "system", "content": read_text(instructions, "instructions")}]
-    return Asked(
+    asked = Asked(
         messages=[*system, *earlier, *read_items(body.get("input"))],
         tools=read_tools(body),
         may_call=body.get("tool_choice") != "none",
-        max_tokens=read_length(body, "max_output_tokens"),
-        sampling=sampling_of(body),
-        ignored=ignored_in(body),
-        stream=bool(body.get("stream")),
+        **shared_settings(body),
     )
+    return replace(asked, number=1)
 
 
 def read_items(value: Any) -> list[Message]:
@@ -157,12 +154,12 @@ def _items(answer: Answer, choice: Choice) -> list[dict[str, Any]]:
                 "content": [part],
             }
         )
-    for call_id, call in zip(choice.call_ids, choice.calls, strict=True):
+    for call in choice.calls:
         items.append(
             {
                 "type": "function_call",
-                "id": f"fc_{call_id}",
-                "call_id": call_id,
+                "id": f"fc_{call.id}",
+                "call_id": call.id,
                 "name": call.name,
                 "arguments": call.arguments,
                 "status": "completed",

@@ -4,6 +4,7 @@
 """The bodies of ``/v1/completions``, and of vLLM's ``/inference/v1/generate``, which takes token ids."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -12,8 +13,6 @@ from torchtitan.grpo.rollout.agents.exchange import (
     Asked,
     BadRequest,
     Choice,
-    read_length,
-    sampling_of,
     shared_settings,
 )
 
@@ -36,12 +35,8 @@ def read_ids_body(body: Mapping[str, Any]) -> Asked:
     sampling = body.get("sampling_params") or {}
     if not isinstance(sampling, dict):
         raise BadRequest("sampling_params must be an object.", param="sampling_params")
-    return Asked(
-        token_ids=_read_ids(body.get("token_ids"), "token_ids"),
-        max_tokens=read_length(sampling, "max_tokens"),
-        sampling=sampling_of(sampling),
-        may_call=False,
-    )
+    ids = _read_ids(body.get("token_ids"), "token_ids")
+    return replace(Asked(token_ids=ids, may_call=False, **shared_settings(sampling)), stream=False)
 
 
 def _read_ids(value: Any, param: str) -> list[int]:
@@ -55,11 +50,12 @@ def _read_ids(value: Any, param: str) -> list[int]:
 
 def write(answer: Answer, asked: Asked) -> dict[str, Any]:
     choices = [_choice(choice, index, asked) for index, choice in enumerate(answer.choices)]
-    return {**_head(answer), "choices": choices, "usage": answer.usage}
+    head = answer.head("cmpl", "text_completion")
+    return {**head, "choices": choices, "usage": answer.usage}
 
 
 def stream(answer: Answer, asked: Asked) -> Iterator[dict[str, Any]]:
-    head = _head(answer)
+    head = answer.head("cmpl", "text_completion")
     for index, choice in enumerate(answer.choices):
         yield head | {"choices": [_choice(choice, index, asked)]}
     if asked.wants_usage:
@@ -82,15 +78,6 @@ def write_ids(answer: Answer, asked: Asked) -> dict[str, Any]:
         for index, choice in enumerate(answer.choices)
     ]
     return {"request_id": f"generate-{answer.number}", "choices": choices}
-
-
-def _head(answer: Answer) -> dict[str, Any]:
-    return {
-        "id": f"cmpl-{answer.number}",
-        "object": "text_completion",
-        "created": answer.created,
-        "model": answer.model,
-    }
 
 
 def _choice(choice: Choice, index: int, asked: Asked) -> dict[str, Any]:

@@ -8,6 +8,7 @@ text.
 """
 
 import contextlib
+import functools
 import json
 import re
 from collections.abc import Callable, Collection, Sequence
@@ -33,7 +34,7 @@ _TOOL = {
 class ToolCall(NamedTuple):
     name: str
     arguments: str  # a JSON object
-    id: str = ""  # as the model wrote it
+    id: str = ""  # empty if the model wrote none
 
 
 class Spoken(NamedTuple):
@@ -45,7 +46,7 @@ class Spoken(NamedTuple):
 
 Parser = Callable[[str, Sequence[dict[str, Any]]], Spoken]
 """Takes what a model wrote, and the tools that it was shown."""
-_Read = Callable[[re.Match[str]], tuple[list[ToolCall], int]]
+_Read = Callable[[re.Match[str], Sequence[dict[str, Any]]], tuple[list[ToolCall], int]]
 """Reads the calls behind the match of their beginning, and where they end; raises ValueError."""
 
 
@@ -62,45 +63,53 @@ def parser_of(template: ChatTemplate) -> Parser | None:
     except ValueError:
         return None
     wanted = [(_NAME, json.dumps(_ARGUMENTS, allow_nan=False))]
-    for parser in _PARSERS.values():
+    for parser in PARSERS.values():
         if [call[:2] for call in parser(written.removeprefix(before), [_TOOL]).calls] == wanted:
             return parser
     return None
 
 
+def _cut_out(
+    begin: re.Pattern[str], read: _Read, text: str, tools: Sequence[dict[str, Any]]
+) -> Spoken:
+    calls: list[ToolCall] = []
+    kept, place = [], 0
+    while found := begin.search(text, place):
+        new, end = [], 0
+        with contextlib.suppress(ValueError):
+            new, end = read(found, tools)
+        kept.append(text[place : found.start() if new else found.end()])
+        calls, place = calls + new, end if new else found.end()
+    return Spoken("".join([*kept, text[place:]]).strip(), calls) if calls else Spoken(text, [])
+
+
 def _json_form(begin: str, end: str) -> Parser:
     """Makes a parser of calls in JSON between two patterns; ``begin`` may have a name and an id."""
-    begins, ends = re.compile(begin), re.compile(end)
+    ends = re.compile(end)
 
-    def parse(text: str, tools: Sequence[dict[str, Any]]) -> Spoken:
-        def read(found: re.Match[str]) -> tuple[list[ToolCall], int]:
-            value, place = strict_json.load_at(text, found.end())
-            groups = found.groupdict()
-            if groups.get("name"):
-                value = {"name": found["name"], "arguments": value, "id": groups.get("id")}
-            behind = ends.match(text, place)
-            if behind is None:
-                raise ValueError("there is more behind a call")
-            return _calls(value), behind.end()
+    def read(found: re.Match[str], tools: object) -> tuple[list[ToolCall], int]:
+        value, place = strict_json.load_at(found.string, found.end())
+        groups = found.groupdict()
+        if groups.get("name"):
+            value = {"name": found["name"], "arguments": value, "id": groups.get("id")}
+        if (behind := ends.match(found.string, place)) is None:
+            raise ValueError("there is more behind a call")
+        return _calls(value), behind.end()
 
-        return _cut_out(text, begins, read)
-
-    return parse
+    return functools.partial(_cut_out, re.compile(begin), read)
 
 
-def _parse_xml(text: str, tools: Sequence[dict[str, Any]]) -> Spoken:
+def _read_functions(
+    found: re.Match[str], tools: Sequence[dict[str, Any]]
+) -> tuple[list[ToolCall], int]:
     schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}
-
-    def read(found: re.Match[str]) -> tuple[list[ToolCall], int]:
-        calls, place = [], found.start(1)
-        with contextlib.suppress(ValueError):
-            while True:
-                name, arguments, place = read_function(text, place, schemas)
-                calls.append(ToolCall(name, json.dumps(arguments, allow_nan=False)))
-        behind = BEHIND_CALL.match(text, place)
-        return calls, behind.end() if behind else place
-
-    return _cut_out(text, _FUNCTION, read)
+    calls, place = [], found.start(1)
+    with contextlib.suppress(ValueError):
+        while True:
+            name, arguments, place = read_function(found.string, place, schemas)
+            calls.append(ToolCall(name, json.dumps(arguments, allow_nan=False)))
+    behind = BEHIND_CALL.match(found.string, place)
+    return calls, behind.end() if behind else place
 
 
 def _parse_plain(text: str, tools: Sequence[dict[str, Any]]) -> Spoken:
@@ -123,9 +132,9 @@ _FUNCTION = re.compile(r"(?:<tool_call>\s*|^[ \t]*)(<function=)", re.MULTILINE)
 _CALL_ID = re.compile(r"[a-zA-Z0-9]{9}")
 
 # Tried in this order on a call that the template has rendered.
-_PARSERS: dict[str, Parser] = {
+PARSERS: dict[str, Parser] = {
     # <tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>
-    "Qwen3-Coder": _parse_xml,
+    "Qwen3-Coder": functools.partial(_cut_out, _FUNCTION, _read_functions),
     # <tool_call>{"name": ..., "arguments": {...}}</tool_call>, which Qwen 2.5 and 3 write as well
     "Hermes": _json_form(r"<tool_call>\s*(?=\{|\[\s*\{)", BEHIND_CALL.pattern),
     # [TOOL_CALLS] before a list of calls, or before each as NAME[CALL_ID]ID[ARGS]{...}
@@ -144,18 +153,6 @@ _PARSERS: dict[str, Parser] = {
     # A message that begins with {"name": ..., "parameters": {...}}
     "Llama 3": _parse_plain,
 }
-
-
-def _cut_out(text: str, begin: re.Pattern[str], read: _Read) -> Spoken:
-    calls: list[ToolCall] = []
-    kept, place = [], 0
-    while found := begin.search(text, place):
-        new, end = [], 0
-        with contextlib.suppress(ValueError):
-            new, end = read(found)
-        kept.append(text[place : found.start() if new else found.end()])
-        calls, place = calls + new, end if new else found.end()
-    return Spoken("".join([*kept, text[place:]]).strip(), calls) if calls else Spoken(text, [])
 
 
 def _calls(value: Any, names: Collection[str] | None = None) -> list[ToolCall]:

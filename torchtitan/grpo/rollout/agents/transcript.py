@@ -170,22 +170,16 @@ def _digests(messages: Sequence[Message], tools: Tools) -> list[bytes]:
 
 def _meaning(message: Message) -> str:
     calls = [
-        [call["function"]["name"], _arguments(call["function"]["arguments"])]
+        [call["function"]["name"], call["function"]["arguments"]]
         for call in message.get("tool_calls") or []
     ]
+    calls = json.loads(json.dumps(calls, allow_nan=False), parse_int=_number, parse_float=_number)
     text = (message.get("content") or "").strip()
     # An answer belongs to its call, of which there may be several with equal results.
     answered = message.get("tool_call_id") if message["role"] == "tool" else None
     return json.dumps([message["role"], text, calls, answered], sort_keys=True, allow_nan=True)
 
 
-def _arguments(value: Any) -> Any:
-    """A copy whose numbers are all floats, as JavaScript and others hold them."""
-    if isinstance(value, dict):
-        return {key: _arguments(one) for key, one in value.items()}
-    if isinstance(value, list):
-        return [_arguments(one) for one in value]
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        with contextlib.suppress(OverflowError):
-            return float(value) + 0.0  # not -0.0
-    return value
+def _number(text: str) -> float:
+    """All numbers are floats, as JavaScript and others hold them."""
+    return float(text) + 0.0  # not -0.0

@@ -5,13 +5,15 @@
 
 import asyncio
 import sys
-from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 from torchtitan.grpo.config import RolloutProcessConfig
 from torchtitan.grpo.rollout.agents.endpoint import AgentEndpoint
 from torchtitan.grpo.rollout.agents.episode import AgentEpisode, EpisodeSettings
-from torchtitan.grpo.rollout.agents.programs import Programs, make_programs, reward_of
+from torchtitan.grpo.rollout.agents.programs import Access, Programs, make_programs, reward_of
 from torchtitan.grpo.rollout.agents.tool_calls import parser_of
 from torchtitan.grpo.rollout.drops import DropLog
 from torchtitan.grpo.rollout.environments import EnvironmentFailed
@@ -73,8 +75,7 @@ class AgentWriter:
         codec: TextCodec,
         agents: Agents,
     ) -> None:
-        rollout = config.rollout
-        self._places, self._agents = places, agents
+        self._agents = agents
         self._timeout = config.agent.timeout_seconds
         self._start_timeout = max(self._timeout, _START_SECONDS if config.agent.command else 0)
         self._settings = EpisodeSettings(
@@ -82,30 +83,19 @@ class AgentWriter:
             sampling=sampling,
             codec=codec.bounded(sampling.max_total_tokens),
             parser=parser_of(codec.template) if codec.has_chat_template() else None,
-            segment_tokens=rollout.segment_tokens,
-            wait_seconds=rollout.request_timeout_seconds,
-            max_turns=rollout.max_turns,
-            allow_sampling=config.agent.allow_sampling,
-            is_templated=rollout.earlier_turns == "as_templated",
-            vocab_size=config.vocab_size,
-            counts=Counter(),
+            config=config,
         )
 
     def start(
-        self,
-        prompt: Prompt,
-        server: Server,
-        *,
-        sample: int = 0,
-        begun: Generation | None = None,
-        expected_tokens: float | None = None,
+        self, prompt: Prompt, server: Server, *, sample: int = 0, **unused: object
     ) -> Trajectory:
         """Starts an episode; its requests go to ``server``, or to one of no older version."""
         floor = server.version
         assert floor is not None, f"{server.url} is not ready"
         trajectory = Trajectory(prompt, None, sample)
-        first = AgentEpisode(self._settings, prompt, sample, floor, server)
-        trajectory.task = asyncio.create_task(self._write(trajectory, first, floor, server))
+        begin = partial(AgentEpisode, self._settings, prompt, sample, floor, server)
+        first = begin()
+        trajectory.task = asyncio.create_task(self._write(prompt, first, begin))
         trajectory.task.add_done_callback(lambda _: first.close())  # also if it never began
         return trajectory
 
@@ -126,13 +116,13 @@ class AgentWriter:
         }
 
     async def _write(
-        self, trajectory: Trajectory, episode: AgentEpisode, floor: int, server: Server
+        self, prompt: Prompt, episode: AgentEpisode, begin: Callable[[], AgentEpisode]
     ) -> Generation:
         limit = self._agents.programs.limit
         num_lost = 0
         while True:
             try:
-                whole = await self._episode(trajectory.prompt, episode)
+                whole = await self._episode(prompt, episode)
             except WorkerLost as error:
                 num_lost += 1
                 self._settings.counts["begun_again"] += 1
@@ -141,9 +131,7 @@ class AgentWriter:
                     failure = EnvironmentFailed("crash", text)
                     limit.record_failure(failure)
                     raise failure from error
-                episode = AgentEpisode(
-                    self._settings, trajectory.prompt, trajectory.sample, floor, server
-                )
+                episode = begin()
             except EnvironmentFailed as error:
                 limit.record_failure(error)
                 episode.reward = None
@@ -156,10 +144,16 @@ class AgentWriter:
     async def _episode(self, prompt: Prompt, episode: AgentEpisode) -> Generation:
         endpoint, programs = self._agents.endpoint, self._agents.programs
         await self._agents.starting.acquire()
-        episode.begin(self._agents.starting.release, _STARTING_SECONDS)
+        episode.begin()
         endpoint.open(episode)
-        program = asyncio.create_task(programs.run(prompt, episode.access(endpoint.url)))
+        access = Access(endpoint.url, episode.key, episode.name)
+        program = asyncio.create_task(programs.run(prompt, access))
         try:
+            try:
+                seconds = min(self._start_timeout, _STARTING_SECONDS)
+                await _first_of({program, episode.asked}, seconds)
+            finally:
+                self._agents.starting.release()
             reward = reward_of(await self._result(program, episode))
             episode.reward = episode.reward if reward is None else reward
             whole = episode.whole()
@@ -190,13 +184,8 @@ class AgentWriter:
                     f"An agent {what} {limit:g} s (agent.timeout_seconds = {self._timeout:g}), not "
                     "counting the time in which the model wrote; its program was ended.",
                 )
-            # The time stands still while the model writes.
-            wait = min(left, _LOOK_SECONDS) if episode.waits_for_model else left
-            await asyncio.wait(
-                {program, episode.failed, program if has_asked else episode.asked},
-                timeout=wait,
-                return_when=asyncio.FIRST_COMPLETED,
-            )
+            # The time stands still while the model writes, and begins again with the first request.
+            await _first_of({program, episode.failed}, min(left, _LOOK_SECONDS))
             if episode.failed.done():
                 episode.failed.result()
         return program.result()
@@ -208,3 +197,7 @@ class AgentWriter:
         counts["rows"] += episode.num_rows
         counts["own_milliseconds"] += round(1000 * episode.own_seconds())
         counts["start_milliseconds"] += round(1000 * episode.start_seconds)
+
+
+async def _first_of(futures: set[asyncio.Future[Any]], seconds: float) -> None:
+    await asyncio.wait(futures, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)

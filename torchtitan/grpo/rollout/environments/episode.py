@@ -127,9 +127,7 @@ class Episodes:
         self.templated = templated
         self.stop_token_ids = frozenset(stop_token_ids)
         self.num_steps = self.num_episodes = 0
-        self.num_replayed = 0
-        self.num_restarts = 0
-        self.num_rewritten = 0
+        self.num_replayed = self.num_restarts = self.num_rewritten = 0
         self.step_seconds = 0.0
 
     def open(self, prompt: Prompt) -> "Episode":

@@ -23,21 +23,20 @@ are parsed in the format that most open models write, ``<tool_call>{"name": ...,
 import argparse
 import asyncio
 import functools
-import importlib
 import json
-import re
 import threading
 import time
 from collections.abc import Coroutine, Iterable, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
 from torchtitan.grpo import strict_json
+from torchtitan.grpo.rollout.agents.tool_calls import PARSERS
 from torchtitan.grpo.rollout.environments.protocol import Environment, Observation
 from torchtitan.grpo.types import Prompt
 
 _INSTALL = 'pip install "verifiers<0.4"'
-_TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 _COLUMNS = ("answer", "info", "task", "example_id")
 _T = TypeVar("_T")
 
@@ -90,8 +89,8 @@ def _home(env_id: str, arguments: str) -> _Home:
 
 def _load(env_id: str, arguments: dict[str, Any]) -> Any:
     try:
-        package, _ = _module("verifiers"), _module("verifiers.clients")
-        multi_turn = _module("verifiers.envs.multiturn_env").MultiTurnEnv
+        package, _ = import_module("verifiers"), import_module("verifiers.clients")
+        multi_turn = import_module("verifiers.envs.multiturn_env").MultiTurnEnv
     except ImportError as error:
         raise ValueError(
             f"rollout.environment = 'verifiers' needs the package verifiers with MultiTurnEnv: run "
@@ -110,11 +109,6 @@ def _load(env_id: str, arguments: dict[str, Any]) -> Any:
             "environment, and score groups with reward.functions."
         )
     return environment
-
-
-def _module(name: str) -> Any:
-    """Imports a module of the package, which is an optional dependency."""
-    return importlib.import_module(name)
 
 
 class _Rollout:
@@ -184,11 +178,11 @@ class _Rollout:
         return float(output["reward"])
 
     async def _answer(self, messages: list[Any]) -> Any:
-        types = _module("verifiers.types")
+        types = import_module("verifiers.types")
         self._asked.put_nowait(list(messages))
         text = await self._turns.get()
         if text is None:
-            raise _module("verifiers.errors").OverlongPromptError("there is no more room")
+            raise import_module("verifiers.errors").OverlongPromptError("there is no more room")
         message = types.ResponseMessage(
             content=text,
             tool_calls=self._tool_calls(text) or None,
@@ -198,14 +192,8 @@ class _Rollout:
         return types.Response(id="turn", created=int(time.time()), model="policy", message=message)
 
     def _tool_calls(self, text: str) -> list[Any]:
-        tool_call, calls = _module("verifiers.types").ToolCall, []
-        for body in _TOOL_CALL.findall(text):
-            try:
-                call = json.loads(body)
-                name = call["name"]
-                arguments = json.dumps(call.get("arguments", {}), allow_nan=True)
-            except (ValueError, KeyError, TypeError):
-                continue  # a malformed call counts as plain text, as on inference servers
+        tool_call, calls = import_module("verifiers.types").ToolCall, []
+        for name, arguments, _ in PARSERS["Hermes"](text, []).calls:
             self._num_calls += 1
             calls.append(tool_call(id=f"call_{self._num_calls}", name=name, arguments=arguments))
         return calls
@@ -231,7 +219,7 @@ def _content(message: Any) -> tuple[str, Any]:
 @functools.cache
 def _client_class() -> Any:
     """A client class of verifiers that calls a function instead of a server."""
-    client: Any = _module("verifiers.clients").Client
+    client: Any = import_module("verifiers.clients").Client
 
     class Turns(client):
         async def get_response(self, prompt: list[Any], *_: Any, **__: Any) -> Any:
