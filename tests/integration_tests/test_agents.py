@@ -21,6 +21,7 @@ from server_kinds import python_of
 
 from torchtitan.grpo.data.record import RecordReader
 
+TEMPERATURE = 0.8  # of the quickstart's configuration
 PROGRAM = """
 import json, os, sys, urllib.request
 row = json.loads(sys.stdin.readline())
@@ -92,7 +93,9 @@ def test_every_way_to_rewrite_a_conversation_trains_what_was_sent_once(
     received: dict[int, list[Written]] = {number: [] for number in range(len(rows))}
     for line in map(json.loads, (tmp_path / "sent.jsonl").read_text().splitlines()):
         received[line["number"]] += [(ids, own, logprobs) for ids, own, logprobs in line["sent"]]
-    batches = [batch for _, batch in RecordReader(str(record), VOCAB, 1.0, "rollout.record")]
+    batches = [
+        batch for _, batch in RecordReader(str(record), VOCAB, TEMPERATURE, "rollout.record")
+    ]
     for step, batch in zip(run.metrics, batches, strict=True):
         for group in batch.groups:
             trained = [answer for one in group.rollouts for answer in answers_in(one)]
@@ -168,7 +171,9 @@ def test_kills_at_random_times_lose_and_repeat_nothing(make_run: Callable, tmp_p
     resumed.fates()
     for line in resumed.records("ledger.jsonl"):
         assert len(line["trained"]) == 4
-    record = RecordReader(str(resumed.folder / "rollouts.jsonl"), VOCAB, 1.0, "rollout.record")
+    record = RecordReader(
+        str(resumed.folder / "rollouts.jsonl"), VOCAB, TEMPERATURE, "rollout.record"
+    )
     num_lost = 0
     for step, (_, batch) in zip(resumed.metrics, record, strict=True):
         lengths = [len(group.rollouts) for group in batch.groups]

@@ -16,6 +16,7 @@ from torchtitan.grpo.inference.server_spec import ServerSpec
 TAUGHT = (
     "--grpo.prompts_per_step=4", "--evaluation.num_prompts=1", "--training.steps=12",
     "--optimizer.lr=1e-3", "--prompts.max_prompt_tokens=32",
+    "--rollout.temperature=1",
 )  # fmt: skip
 TOP_K = 8
 ALONE = ("--reward.functions", "[]")

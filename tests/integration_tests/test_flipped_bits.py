@@ -70,7 +70,9 @@ def read_rollouts(file: Path) -> Any:
 
 
 def read_record(file: Path) -> Any:
-    reader = RecordReader(str(file), SIZES["vocab_size"], 1.0, "rollout.replay")
+    reader = RecordReader(
+        str(file), SIZES["vocab_size"], 0.8, "rollout.replay"
+    )  # as the quickstart
     try:
         batches = list(reader)
         for where, batch in batches:

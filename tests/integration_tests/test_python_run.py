@@ -90,7 +90,7 @@ def test_the_example_learns_from_a_function_of_the_script(script, tmp_path, repo
         env=os.environ | {"MPLBACKEND": "Agg"}, check=True, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert f"3 steps; reward {rewards[-1]:.3f}" in notebook.stdout
-    assert notebook.stdout.count("->'") == 4, notebook.stdout
+    assert notebook.stdout.count("->'") == 4 * 8, "four prompts with their groups"
 
 
 def test_processes_end_with_the_loop_and_with_the_script(script, tmp_path):

@@ -27,7 +27,7 @@ def test_grpo_begins_with_the_form_that_a_supervised_run_has_taught(make_run, re
     reward.write_text(REWARD)
     supervised = make_run(
         f"--sft.path={examples}", f"--sft.held_out_path={examples}", "--training.steps=30",
-        "--optimizer.lr=3e-3", "--lr_scheduler.warmup_steps=0", name="sft",
+        "--optimizer.lr=3e-3", "--lr_scheduler.warmup_steps=0", "--rollout.temperature=1", name="sft",
     ).succeed()  # fmt: skip
     summary = supervised.summary
     assert summary["heldout_loss_after"] < 0.5 * summary["heldout_loss_before"]
