@@ -19,7 +19,7 @@ from torchtitan.grpo.data.record import RecordReader
 from torchtitan.grpo.data.replay import check_batch
 from torchtitan.grpo.errors import DataError
 from torchtitan.grpo.models.hf_config import ModelError, read_hf_model
-from torchtitan.grpo.observe.run_log import RunLog
+from torchtitan.grpo.observe.run_log import RunLog, read_records
 from torchtitan.grpo.resume.checkpoint_files import quick_problem
 from torchtitan.grpo.rollout.codec import pack
 from torchtitan.grpo.rollout.saved import SavedRolloutsError, check_saved, read_saved
@@ -29,6 +29,7 @@ from torchtitan.grpo.types import PromptProgress
 from torchtitan.grpo.verify import check_run
 from torchtitan.grpo.weight_wire.model_folder import require_undamaged
 
+TEMPERATURE = 0.8  # of the quickstart's configuration
 SIZES = {"vocab_size": 128, "row_len": 64}
 LOGS = ("metrics", "evaluations", "samples", "ledger", "evaluation_samples")
 FOR_PEOPLE = (
@@ -70,9 +71,7 @@ def read_rollouts(file: Path) -> Any:
 
 
 def read_record(file: Path) -> Any:
-    reader = RecordReader(
-        str(file), SIZES["vocab_size"], 0.8, "rollout.replay"
-    )  # as the quickstart
+    reader = RecordReader(str(file), SIZES["vocab_size"], TEMPERATURE, "rollout.replay")
     try:
         batches = list(reader)
         for where, batch in batches:
@@ -100,10 +99,10 @@ def read_log(file: Path) -> int:
     root = logging.getLogger()
     root.addHandler(handler)
     try:
-        copy = shutil.copy(file, file.with_name(f"copy-{file.name}"))
-        log = RunLog(Path(copy), 100)
-        kept = len(log.read())
-        log.close()
+        copy = Path(shutil.copy(file, file.with_name(f"copy-{file.name}")))
+        RunLog(copy, 100).close()
+        lines = copy.read_bytes().splitlines(keepends=True)
+        kept = len(list(read_records(copy, lines, are_metrics=file.stem == "metrics")))
     finally:
         root.removeHandler(handler)
     if told:
