@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import msgspec
 
@@ -104,7 +104,7 @@ def _first_prompt(prompt: Prompt, inputs: Inputs) -> Iterator[str]:
     shown, half = repr(text), _SHOWN_CHARS // 2
     if len(text) > _SHOWN_CHARS:
         shown = f"{text[:half]!r} ... and ends with {text[-half:]!r}"
-    kind = "chat messages" if _is_chat(prompt) else "string"
+    kind = "string" if isinstance(prompt.text, str) else "chat messages"
     yield f"  first prompt ({prompt.row}): {kind}, {len(prompt.token_ids)} tokens: {shown}"
 
 
@@ -156,10 +156,6 @@ def _sampling(settings: EvaluationSet) -> str:
 
 def _numbers(values: list[float | None]) -> str:
     return ", ".join("no reward" if value is None else f"{value:g}" for value in values)
-
-
-def _is_chat(prompt: Any) -> bool:
-    return not isinstance(prompt.text, str)
 
 
 def main() -> NoReturn:
