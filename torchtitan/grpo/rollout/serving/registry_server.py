@@ -16,12 +16,11 @@ from aiohttp import web
 
 from torchtitan.grpo.inference.registry import Registration, RegistryFolder, parse_registration
 from torchtitan.grpo.inference.urls import split_address
-from torchtitan.grpo.system.http_site import answered, listen, read_body
+from torchtitan.grpo.system.http_site import HttpSite, answered, read_body
 
 logger = logging.getLogger(__name__)
 
 _MAX_BYTES = 4096
-_SHUTDOWN_SECONDS = 0.3
 _MAX_CONNECTIONS = 512
 
 
@@ -31,17 +30,14 @@ class RegistryServer:
     def __init__(self, address: str, key: str, folder: RegistryFolder) -> None:
         self._host, self._port = split_address(address)
         self._key, self._folder = key, folder
-        self._runner: web.AppRunner | None = None
-        self._listener: asyncio.Server | None = None
-
-    async def start(self) -> None:
         app = web.Application(middlewares=[answered])
         app.router.add_put("/servers", self._put)
         app.router.add_delete("/servers", self._delete)
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=_SHUTDOWN_SECONDS)
-        await self._runner.setup()
+        self._site = HttpSite(app)
+
+    async def start(self) -> None:
         try:
-            self._listener = await listen(self._runner, self._host, self._port, _MAX_CONNECTIONS)
+            await self._site.start(self._host, self._port, _MAX_CONNECTIONS)
         except OSError as error:
             raise ValueError(
                 "inference.registry_address must be a free port on an address of rank 0's host, got "
@@ -49,11 +45,7 @@ class RegistryServer:
             ) from error
 
     async def close(self) -> None:
-        runner, self._runner = self._runner, None
-        if self._listener is not None:
-            self._listener.close()
-        if runner is not None:
-            await runner.cleanup()
+        await self._site.close()
 
     async def _put(self, request: web.Request) -> web.Response:
         return await self._change(request, self._folder.write)
