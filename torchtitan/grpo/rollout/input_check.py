@@ -23,6 +23,7 @@ from torchtitan.grpo.rollout.inputs import EnvironmentInputs, Inputs
 from torchtitan.grpo.rollout.link_messages import CONFIG_FILE
 from torchtitan.grpo.rollout.session import RolloutSession
 from torchtitan.grpo.system.child import adopt_orphans, end_descendants
+from torchtitan.grpo.system.files import write_whole
 from torchtitan.grpo.types import Prompt
 from torchtitan.grpo.workers.owner import OUTPUT_HINT
 
@@ -166,10 +167,7 @@ def main() -> NoReturn:
     adopt_orphans()
     report = asyncio.run(check(config, (folder / PROGRESS_FILE).write_text))
     end_descendants()
-    # Written under another name first: a report that is there is whole.
-    partial = folder / f"{REPORT_FILE}.partial"
-    partial.write_bytes(msgspec.json.encode(report))
-    partial.rename(folder / REPORT_FILE)
+    write_whole(folder / REPORT_FILE, msgspec.json.encode(report))
     sys.stdout.flush()
     sys.stderr.flush()
     # A thread that still reads a data set must not delay the end.

@@ -232,24 +232,18 @@ class TrajectoryWriter:
     def _submit(
         self, trajectory: Trajectory, server: Server, expected_tokens: float | None
     ) -> "asyncio.Task[Generation]":
-        room = self._room(trajectory)
+        prompt, so_far, num_written = trajectory.prompt, trajectory.so_far, 0
+        room = self._sampling.room_after(prompt)
+        if so_far is not None:
+            room, num_written = self._room_behind(prompt, so_far), len(so_far.token_ids)
+            prompt = replace(prompt, token_ids=_context(prompt, so_far))
+            if expected_tokens is not None:
+                expected_tokens = max(expected_tokens - num_written, 1.0)
         assert room > 0, "an unfinished completion must have room for more tokens"
         segment = min(room, self._segment_tokens or room)
-        prompt, num_written = trajectory.prompt, 0
-        if trajectory.so_far is not None:
-            written = trajectory.so_far.token_ids
-            num_written = len(written)
-            prompt = replace(prompt, token_ids=_context(prompt, trajectory.so_far))
-            if expected_tokens is not None:
-                expected_tokens = max(expected_tokens - len(written), 1.0)
         sampling = self._sampling.of_sample(prompt, trajectory.sample, num_written)
         sampling = replace(sampling, max_new_tokens=segment)
         return self._places.submit(prompt, server, sampling, expected_tokens=expected_tokens)
-
-    def _room(self, trajectory: Trajectory) -> int:
-        if trajectory.so_far is None:
-            return self._sampling.room_after(trajectory.prompt)
-        return self._room_behind(trajectory.prompt, trajectory.so_far)
 
     def _room_behind(self, prompt: Prompt, whole: Generation) -> int:
         """The number of tokens that may follow; contexts that begin new rows do not count."""

@@ -8,6 +8,7 @@ remove a registration file; see `inference/registry.py`.
 """
 
 import asyncio
+import functools
 import logging
 import secrets
 from collections.abc import Callable
@@ -29,10 +30,10 @@ class RegistryServer:
 
     def __init__(self, address: str, key: str, folder: RegistryFolder) -> None:
         self._host, self._port = split_address(address)
-        self._key, self._folder = key, folder
+        self._key = key
         app = web.Application(middlewares=[answered])
-        app.router.add_put("/servers", self._put)
-        app.router.add_delete("/servers", self._delete)
+        app.router.add_put("/servers", functools.partial(self._change, folder.write))
+        app.router.add_delete("/servers", functools.partial(self._change, folder.remove))
         self._site = HttpSite(app)
 
     async def start(self) -> None:
@@ -47,14 +48,8 @@ class RegistryServer:
     async def close(self) -> None:
         await self._site.close()
 
-    async def _put(self, request: web.Request) -> web.Response:
-        return await self._change(request, self._folder.write)
-
-    async def _delete(self, request: web.Request) -> web.Response:
-        return await self._change(request, self._folder.remove)
-
     async def _change(
-        self, request: web.Request, change: Callable[[Registration], None]
+        self, change: Callable[[Registration], None], request: web.Request
     ) -> web.Response:
         given = request.headers.get("Authorization", "").encode()
         if not secrets.compare_digest(given, f"Bearer {self._key}".encode()):
