@@ -25,6 +25,8 @@ class Scorer:
     No ``weights`` stand for ones. ``names`` are those of components, by function.
     """
 
+    unscorable_value: float | None = None
+
     def __init__(
         self,
         pool: RewardPool,
