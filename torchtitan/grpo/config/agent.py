@@ -35,9 +35,8 @@ class Agent:
     """Number of processes that run ``function``. Each process runs many episodes at the same time."""
 
     max_starting: Annotated[int, at_least(0)] = 0
-    """Number of processes of ``command`` that start at the same time. One starts until its first
-    request, but no longer than 30 s. With 0, it is the number of cores. Raise it if they wait for
-    something else, such as a container's engine."""
+    """Number of processes of ``command`` that start at the same time, each until its first request or
+    for 30 s. With 0, it is the number of cores."""
 
     timeout_seconds: Annotated[float, above(0)] = 300.0
     """Maximum time that an episode takes from its first request on, not counting the time in which it

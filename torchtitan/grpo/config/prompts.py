@@ -63,10 +63,9 @@ class Prompts:
     to held-out prompts and to the replies of environments."""
 
     special_tokens: bool = False
-    """Whether the spelling of a special token, such as ``<|im_end|>``, in chat messages (but for those
-    of the assistant) is this token. With False, it is plain text, so that neither data nor the result
-    of a tool can end a turn; this also holds for environments and agents. Strings are always read with
-    their special tokens."""
+    """Whether the spelling of a special token, such as ``<|im_end|>``, in chat messages of others than
+    the assistant is this token. With False, it is plain text, which cannot end a turn; also with
+    environments and agents. Strings are always read with their special tokens."""
 
     shuffle: bool = True
     """Shuffle the prompts in each epoch, seeded by ``debug.seed``."""

@@ -29,7 +29,7 @@ from prometheus_client.registry import Collector
 from torchtitan.grpo import strict_json
 from torchtitan.grpo.errors import RunError
 from torchtitan.grpo.monitoring.addresses import KEY_VARIABLE, remove_address, write_address
-from torchtitan.grpo.system.http_site import answered, listen
+from torchtitan.grpo.system.http_site import HttpSite, answered
 from torchtitan.grpo.system.process_tuning import yield_to_training
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,6 @@ _NUMBERED = re.compile(r"(.*/server)(\d+)/(.+)")
 _ADDRESSED = re.compile(r"(servers)/([^/]+)/(.+)")
 
 _START_SECONDS = 10.0
-_SHUTDOWN_SECONDS = 0.3
 _IDLE_SECONDS = 15.0
 _MAX_CONNECTIONS = 128
 
@@ -124,39 +123,29 @@ class MonitorSite:
         self._host, self._port = address
         self._dump_folder, self._process = dump_folder, process
         self._key = os.environ.get(KEY_VARIABLE, "")
-        self._listener: asyncio.Server | None = None
         app = web.Application(middlewares=[answered])
         app.router.add_get("/healthz", self._healthz)
         app.router.add_get("/metrics", self._metrics)
-        self._runner = web.AppRunner(
-            app,
-            access_log=None,
-            keepalive_timeout=_IDLE_SECONDS,
-            shutdown_timeout=_SHUTDOWN_SECONDS,
-        )
+        self._site = HttpSite(app, keepalive_timeout=_IDLE_SECONDS)
 
     async def start(self) -> tuple[str, int]:
         """Returns host and port, or raises :class:`MonitorError`."""
-        await self._runner.setup()
         try:
-            self._listener = await listen(self._runner, self._host, self._port, _MAX_CONNECTIONS)
+            host, port = await self._site.start(self._host, self._port, _MAX_CONNECTIONS)
         except OSError as error:
-            await self._runner.cleanup()
+            await self._site.close()
             raise MonitorError(
                 f"/healthz and /metrics cannot be served on observe.monitor_host = {self._host}, port "
                 f"{self._port}: {error}. Choose another observe.monitor_port (0 takes a free one), "
                 "or set observe.monitor = false."
             ) from error
-        host, port = self._listener.sockets[0].getsockname()[:2]
         logger.info("Serving http://%s:%d/healthz and /metrics", host, port)
         write_address(self._dump_folder, self._process, [(host, port)])
         return host, port
 
     async def close(self) -> None:
-        if self._listener is not None:
-            self._listener.close()
-            remove_address(self._dump_folder, self._process)
-        await self._runner.cleanup()
+        remove_address(self._dump_folder, self._process)
+        await self._site.close()
 
     def _is_allowed(self, http: web.Request) -> bool:
         if not self._key:

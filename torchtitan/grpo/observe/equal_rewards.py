@@ -59,7 +59,11 @@ class EqualRewardsWatch:
         count = self._num_steps
         steps = "step" if count == 1 else f"{count} steps"
         unit = "group" if self._config.grpo.group_size > 1 else "batch"
-        lost = "nothing is learned" if self._has_rewards_alone() else "rewards teach nothing"
+        grpo, teacher = self._config.grpo, self._config.teacher
+        is_taught = any(_TAUGHT in step for step in self._steps) and teacher.coef > 0
+        others = grpo.kl_coef > 0 or grpo.entropy_coef > 0 or grpo.ptx_path is not None
+        others = others or is_taught or bool(teacher.urls)
+        lost = "rewards teach nothing" if others else "nothing is learned"
         causes = likely_causes(self._config, self._steps, is_chat)
         return "\n".join(
             [
@@ -70,12 +74,6 @@ class EqualRewardsWatch:
                 "docs/how-to/first-reward.md tries a reward without a run.",
             ]
         )
-
-    def _has_rewards_alone(self) -> bool:
-        grpo, teacher = self._config.grpo, self._config.teacher
-        others = grpo.kl_coef > 0 or grpo.entropy_coef > 0 or grpo.ptx_path is not None
-        is_taught = any(_TAUGHT in step for step in self._steps) and teacher.coef > 0
-        return not (others or is_taught or teacher.urls)
 
 
 def likely_causes(

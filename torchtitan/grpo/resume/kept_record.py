@@ -192,22 +192,12 @@ _FIXED = {
 }
 """Settings that a resumed run cannot change, with the reason."""
 
-_SCHEDULE_TABLE = "lr_scheduler."
-_RATES = ("optimizer.lr", "optimizer.muon_lr")
-
-_WHERE_AND_HOW = (
-    *("job.", "checkpoint.", "metrics.", "observe.", "profiling.", "comm.", "cluster."),
-)
+_RATES = ("lr_scheduler.", "optimizer.lr", "optimizer.muon_lr")
+_WHERE_AND_HOW = ("job.", "checkpoint.", "metrics.", "observe.", "profiling.", "comm.", "cluster.")
 _KEEPS_ROLLOUTS = {
-    *(
-        "balance_batch",
-        "balance_cost",
-        "row_bucket",
-        "share_contexts",
-        "single_rank_load",
-    ),  # [prompts]
-    *("path", "paths"),  # a changed one is refused, unless it has only moved
-    *("num_workers", "timeout_seconds", "max_consecutive_failures"),  # [reward]
+    # Of [prompts], where a changed path is refused, unless it has only moved; and of [reward].
+    *("balance_batch", "balance_cost", "row_bucket", "share_contexts", "single_rank_load"),
+    *("path", "paths", "num_workers", "timeout_seconds", "max_consecutive_failures"),
 }
 _SAMPLING = {
     *("grpo.group_size", "training.seq_len", "rollout.max_head_offpolicyness"),
@@ -236,18 +226,12 @@ def changes(record: RunRecord, config: JobConfig, num_ranks: int) -> list[Change
             plain = list(new) if isinstance(new, tuple) else new  # as JSON has kept the old one
             if old != plain and not key.startswith(_WHERE_AND_HOW):
                 found.append(Change(key, old, new))
-    return found + _changes_of_environments(record, config)
-
-
-def _changes_of_environments(record: RunRecord, config: JobConfig) -> list[Change]:
-    """An environment that is new, or has been removed, differs in its ``prompts.path`` at least."""
-    old = own_settings(record.settings.get("environments", {}))
-    new = own_settings(config.environments)
-    return [
-        Change(key, old.get(key), new.get(key))
-        for key in dict.fromkeys([*old, *new])
-        if old.get(key) != new.get(key)
-    ]
+    # An environment that is new, or has been removed, differs in its prompts.path at least.
+    before = own_settings(record.settings.get("environments", {}))
+    now = own_settings(config.environments)
+    keys = dict.fromkeys([*before, *now])
+    own = [Change(key, before.get(key), now.get(key)) for key in keys]
+    return found + [change for change in own if change.old != change.new]
 
 
 def refusal(change: Change, record: RunRecord, config: JobConfig) -> str | None:
@@ -324,7 +308,7 @@ def invalidates_rollouts(found: list[Change]) -> list[str]:
 
 
 def asks_for_another_rate(found: list[Change]) -> bool:
-    return any(c.key in _RATES or c.key.startswith(_SCHEDULE_TABLE) for c in found)
+    return any(change.key.startswith(_RATES) for change in found)
 
 
 def _shown(value: Any) -> str:

@@ -72,15 +72,10 @@ def plan_start(
         try:
             return _start_from(folder, config, model, found)
         except CheckpointDamaged as error:
-            if not _may_be_passed_over(folder, config):
-                raise
+            own = Path(config.job.dump_folder) / config.checkpoint.folder
+            if config.checkpoint.load_step != -1 or folder.parent != own:
+                raise  # the user has named this checkpoint
             found[int(folder.name.removeprefix("step-"))] = error.reason
-
-
-def _may_be_passed_over(folder: Path, config: JobConfig) -> bool:
-    """The user has named neither this checkpoint nor its step."""
-    own = Path(config.job.dump_folder) / config.checkpoint.folder
-    return config.checkpoint.load_step == -1 and folder.parent == own
 
 
 def _start_from(folder: Path, config: JobConfig, model: HFModel, damaged: dict[int, str]) -> Start:
@@ -216,14 +211,17 @@ def describe_start(config: JobConfig, start: Start) -> Iterator[str]:
     is_replaced = earlier is not None and config.job.overwrite and not start.goes_on
     if start.folder is None and earlier and start.goes_on:
         yield f"Begins anew in {config.job.dump_folder}, with step 1: there is no checkpoint."
-        yield from _describe_lengths(config, start)
-        return
-    if start.folder is None or is_replaced:
+    elif start.folder is None or is_replaced:
         removed = f", where {earlier} will be removed (job.overwrite) after the first step"
         yield f"A new run in {config.job.dump_folder}{removed if is_replaced else ''}."
-    if start.folder is None:
-        yield from _describe_lengths(config, start)
-        return
+    if start.folder is not None:
+        yield from _describe_resumed(start)
+    if used := describe_shortened(config.lr_scheduler, start.record.schedule_steps):
+        yield f"  {used}"
+    yield from _describe_rate(config, start)
+
+
+def _describe_resumed(start: Start) -> Iterator[str]:
     for step, reason in sorted(start.damaged.items()):
         yield (
             f"The checkpoint of step {step} is damaged and is not used ({reason}). It is replaced when "
@@ -248,13 +246,6 @@ def describe_start(config: JobConfig, start: Start) -> Iterator[str]:
             "  Rollouts kept beside the checkpoint were made under the old "
             f"{' and '.join(keys)}. They are not used; their prompts are sampled again."
         )
-    yield from _describe_lengths(config, start)
-    yield from _describe_rate(config, start)
-
-
-def _describe_lengths(config: JobConfig, start: Start) -> Iterator[str]:
-    if used := describe_shortened(config.lr_scheduler, start.record.schedule_steps):
-        yield f"  {used}"
 
 
 def _describe_rate(config: JobConfig, start: Start) -> Iterator[str]:

@@ -108,17 +108,14 @@ class Admission:
         ]
 
     def may_start(self, server_version: int, completions_in_flight: int) -> bool:
-        return self._has_capacity(completions_in_flight) and not self._is_held_back(server_version)
+        return self._has_capacity(completions_in_flight) and self._room(server_version) > 0
 
     def waits_for_trainer(self, server_version: int, completions_in_flight: int) -> bool:
         """Whether a group there only waits for a batch to be taken or for newer weights."""
-        return self._has_capacity(completions_in_flight) and self._is_held_back(server_version)
+        return self._has_capacity(completions_in_flight) and self._room(server_version) <= 0
 
     def _has_capacity(self, completions_in_flight: int) -> bool:
         return completions_in_flight + self._group_size <= self._max_concurrent
-
-    def _is_held_back(self, server_version: int) -> bool:
-        return self._room(server_version) <= 0
 
     def _room(self, server_version: int) -> int:
         """The number of groups that may start on a server of this version, or less than 0."""

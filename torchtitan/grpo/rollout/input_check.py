@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import msgspec
 
@@ -23,6 +23,7 @@ from torchtitan.grpo.rollout.inputs import EnvironmentInputs, Inputs
 from torchtitan.grpo.rollout.link_messages import CONFIG_FILE
 from torchtitan.grpo.rollout.session import RolloutSession
 from torchtitan.grpo.system.child import adopt_orphans, end_descendants
+from torchtitan.grpo.system.files import write_whole
 from torchtitan.grpo.types import Prompt
 from torchtitan.grpo.workers.owner import OUTPUT_HINT
 
@@ -104,7 +105,7 @@ def _first_prompt(prompt: Prompt, inputs: Inputs) -> Iterator[str]:
     shown, half = repr(text), _SHOWN_CHARS // 2
     if len(text) > _SHOWN_CHARS:
         shown = f"{text[:half]!r} ... and ends with {text[-half:]!r}"
-    kind = "chat messages" if _is_chat(prompt) else "string"
+    kind = "string" if isinstance(prompt.text, str) else "chat messages"
     yield f"  first prompt ({prompt.row}): {kind}, {len(prompt.token_ids)} tokens: {shown}"
 
 
@@ -158,10 +159,6 @@ def _numbers(values: list[float | None]) -> str:
     return ", ".join("no reward" if value is None else f"{value:g}" for value in values)
 
 
-def _is_chat(prompt: Any) -> bool:
-    return not isinstance(prompt.text, str)
-
-
 def main() -> NoReturn:
     """Entry point: ``light_start.py torchtitan.grpo.rollout.input_check DIRECTORY``."""
     logging.basicConfig(level=logging.ERROR)
@@ -170,10 +167,7 @@ def main() -> NoReturn:
     adopt_orphans()
     report = asyncio.run(check(config, (folder / PROGRESS_FILE).write_text))
     end_descendants()
-    # Written under another name first: a report that is there is whole.
-    partial = folder / f"{REPORT_FILE}.partial"
-    partial.write_bytes(msgspec.json.encode(report))
-    partial.rename(folder / REPORT_FILE)
+    write_whole(folder / REPORT_FILE, msgspec.json.encode(report))
     sys.stdout.flush()
     sys.stderr.flush()
     # A thread that still reads a data set must not delay the end.

@@ -22,7 +22,6 @@ from torchtitan.grpo.rollout.longest_first import LengthRanker, LongestFirst
 from torchtitan.grpo.rollout.prompts import PromptStream
 from torchtitan.grpo.rollout.results import RolloutBatch
 from torchtitan.grpo.rollout.rollout_metrics import (
-    RolloutCounts,
     RolloutMetrics,
     ShareClock,
     with_environment,
@@ -82,7 +81,7 @@ class Producer:
         self._context: dict[int, tuple[Generation, ...]] = {}  # of those being restarted
         self._running: dict[int, RunningGroup] = {}
         self._skipped: dict[int, CloseReason] = {}  # since a prompt was issued last
-        self._counts = RolloutCounts()
+        self._num_cut = self._num_resumed = 0
         self._metrics = RolloutMetrics(prompts.file_names)
         self._idle, self._held_back = ShareClock(), ShareClock()
         self._for_rewards, self._for_episodes = ShareClock(), ShareClock()
@@ -356,7 +355,7 @@ class Producer:
             if running is None or running.task is None:
                 continue  # it is about to be finished or to be restarted
             if self._overdue == "cut":
-                self._counts.cut += running.cut()
+                self._num_cut += running.cut()
                 continue
             begun = running.begun()
             running.cancel()
@@ -373,7 +372,7 @@ class Producer:
                 # The prompt stays open in the ledger. Its new deadline counts from its restart.
                 self._admission.close(group_id)
                 self._resumed.append((running.prompt, tuple(map(as_context, begun))))
-                self._counts.resumed += 1
+                self._num_resumed += 1
         return made_room
 
     def _finish(self, group: RolloutGroup) -> None:
@@ -397,16 +396,17 @@ class Producer:
             self._drops.record(skipped.reason, skipped.detail, source=skipped.path)
 
     def _batch_metrics(self, groups: list[RolloutGroup]) -> dict[str, float]:
-        self._counts.failed_requests = self._dispatcher.attempts.num_failed
-        self._counts.tokens = self._dispatcher.attempts.num_tokens
         self.count_prompts()
-        self._counts.equal = self._judge.num_equal_dropped
-        metrics = self._metrics.of_batch(
-            groups,
-            self._counts,
-            buffered=len(self.finished),
-            in_flight=self._dispatcher.in_flight,
-        )
+        attempts = self._dispatcher.attempts
+        counts = {
+            "rollout/failed_requests": attempts.num_failed,
+            "rollout/cut_rollouts": self._num_cut,
+            "rollout/resumed_groups": self._num_resumed,
+            "rollout/equal_groups_dropped": self._judge.num_equal_dropped,
+        }
+        metrics = self._metrics.of_batch(groups, attempts.num_tokens, counts)
+        metrics["rollout/buffer_groups"] = float(len(self.finished))
+        metrics["rollout/inflight_rollouts"] = float(self._dispatcher.in_flight)
         metrics["rollout/idle_fraction"] = self._idle.take()
         metrics["rollout/wait_trainer_fraction"] = self._held_back.take()
         metrics["rollout/wait_rewards_fraction"] = self._for_rewards.take()

@@ -4,28 +4,14 @@
 """Computes the metrics that the rollout process reports with each batch."""
 
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 
 import numpy as np
 
 from torchtitan.grpo.types import Rollout, RolloutGroup
 
-
-@dataclass
-class RolloutCounts:
-    """Counters over the whole run.
-
-    ``cut`` counts completions and ``resumed`` groups under ``rollout.overdue``, and ``equal``
-    groups that ``rollout.dynamic_sampling`` left out.
-    """
-
-    failed_requests: int = 0
-    tokens: int = 0
-    cut: int = 0
-    resumed: int = 0
-    equal: int = 0
+_TOKENS = "rollout/tokens_per_second"
 
 
 class RolloutMetrics:
@@ -33,35 +19,19 @@ class RolloutMetrics:
 
     def __init__(self, file_names: Sequence[str] = ()) -> None:
         self._no_groups = {f"rollout/file/{name}/fraction": 0.0 for name in file_names}
-        self._last = RolloutCounts()
+        self._last = Counter[str]()
         self._last_time = time.monotonic()
 
     def of_batch(
-        self,
-        groups: Sequence[RolloutGroup],
-        counts: RolloutCounts,
-        *,
-        buffered: int,
-        in_flight: int,
+        self, groups: Sequence[RolloutGroup], num_tokens: int, counts: Mapping[str, int]
     ) -> dict[str, float]:
-        """``buffered`` finished groups wait for later batches."""
-        now = time.monotonic()
+        """``num_tokens`` and ``counts`` are of the whole run, and metrics those since the last batch."""
+        now, totals = time.monotonic(), Counter({**counts, _TOKENS: num_tokens})
         elapsed = max(now - self._last_time, 1e-9)
-        last, self._last_time = self._last, now
-        self._last = replace(counts)
-        return (
-            self._no_groups
-            | group_metrics(groups)
-            | {
-                "rollout/tokens_per_second": (counts.tokens - last.tokens) / elapsed,
-                "rollout/failed_requests": float(counts.failed_requests - last.failed_requests),
-                "rollout/cut_rollouts": float(counts.cut - last.cut),
-                "rollout/resumed_groups": float(counts.resumed - last.resumed),
-                "rollout/equal_groups_dropped": float(counts.equal - last.equal),
-                "rollout/buffer_groups": float(buffered),
-                "rollout/inflight_rollouts": float(in_flight),
-            }
-        )
+        new = {name: float(total - self._last[name]) for name, total in totals.items()}
+        self._last, self._last_time = totals, now
+        new[_TOKENS] /= elapsed
+        return self._no_groups | group_metrics(groups) | new
 
 
 def with_environment(name: str, metrics: Mapping[str, float]) -> dict[str, float]:

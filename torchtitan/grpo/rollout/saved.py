@@ -13,10 +13,8 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import msgspec
-import numpy as np
 
 from torchtitan.grpo.rollout.codec import Packed, pack, unpack
 from torchtitan.grpo.rollout.completion_checks import (
@@ -30,9 +28,7 @@ from torchtitan.grpo.system.files import read_regular, write_whole
 from torchtitan.grpo.types import (
     Generation,
     PromptProgress,
-    Rollout,
     RolloutGroup,
-    columns_of,
     separated,
 )
 
@@ -79,11 +75,10 @@ class SavedRolloutsError(ValueError):
 
 
 class _File(msgspec.Struct):
-    """``packed`` encodes a :class:`Packed`, for which earlier commits wrote ``content``."""
+    """``packed`` encodes a :class:`Packed`."""
 
     crc32: int
-    packed: bytes = b""
-    content: msgspec.Raw = msgspec.Raw()
+    packed: bytes
 
 
 def file_of(dump_folder: str, step: int) -> Path:
@@ -92,22 +87,17 @@ def file_of(dump_folder: str, step: int) -> Path:
 
 def write_saved(path: Path, saved: SavedRollouts) -> None:
     packed = msgspec.msgpack.encode(pack(saved))
-    sealed = {"crc32": zlib.crc32(packed), "packed": packed}
     path.parent.mkdir(exist_ok=True)  # not its folder's, which may have been removed
-    write_whole(path, msgspec.msgpack.encode(sealed))
+    write_whole(path, msgspec.msgpack.encode(_File(zlib.crc32(packed), packed)))
 
 
 def read_saved(path: Path, version: int) -> SavedRollouts:
     """Raises :class:`SavedRolloutsError` if the file is damaged or belongs to another step."""
     try:
         file = msgspec.msgpack.decode(read_regular(path), type=_File)
-        if file.crc32 != zlib.crc32(file.packed or file.content):
+        if file.crc32 != zlib.crc32(file.packed):
             raise ValueError("its checksum is not that of its content")
-        if file.packed:
-            packed = msgspec.msgpack.decode(file.packed, type=Packed)
-            saved = unpack(packed, SavedRollouts)
-        else:
-            saved = msgspec.convert(_unpack_earlier(file.content), SavedRollouts)
+        saved = unpack(msgspec.msgpack.decode(file.packed, type=Packed), SavedRollouts)
     except (OSError, ValueError, LookupError) as error:  # msgspec's errors are ValueErrors
         raise SavedRolloutsError(f"the file cannot be read: {error}") from error
     if saved.version != version:
@@ -115,61 +105,6 @@ def read_saved(path: Path, version: int) -> SavedRollouts:
             f"it must hold the rollouts of step {version}, got those of step {saved.version}"
         )
     return saved
-
-
-_EARLIER_FRAMES = (
-    "prompt_ids", "token_ids", "logprobs", "sampled", "teacher_logprobs", "teacher_top_ids",
-    "teacher_top_logprobs",
-)  # fmt: skip
-
-
-def _unpack_earlier(content: msgspec.Raw) -> dict[str, Any]:
-    """Reads what earlier commits wrote, with one frame for each column of all rollouts."""
-    file, columns = msgspec.msgpack.decode(content), columns_of(Rollout)
-    left = {
-        name: np.frombuffer(frame, columns[name].dtype if name in columns else np.int32)
-        for name, frame in zip(_EARLIER_FRAMES, file["frames"], strict=False)
-    }
-
-    def take(name: str, length: int) -> np.ndarray:
-        found, left[name] = left[name][:length], left[name][length:]
-        if len(found) != length:
-            raise ValueError("its arrays are shorter than its header says")
-        return found
-
-    def rollout(one: dict[str, Any], prompt_ids: np.ndarray) -> dict[str, Any]:
-        length, num_top = one["num_tokens"], one.get("num_top", 0)
-        names = ["token_ids", "logprobs"]
-        names += ["sampled"] if one.get("has_mask") else []
-        names += ["teacher_logprobs"] if one.get("is_rated") else []
-        arrays = {name: take(name, length) for name in names} | {"prompt_ids": prompt_ids}
-        if num_top:
-            for name in ("teacher_top_ids", "teacher_top_logprobs"):
-                arrays[name] = take(name, length * num_top).reshape(length, num_top)
-        return one | arrays
-
-    def group(one: dict[str, Any]) -> dict[str, Any]:
-        prompt_ids = take("prompt_ids", one["prompt_len"])
-        return one | {"rollouts": [rollout(each, prompt_ids) for each in one["rollouts"]]}
-
-    def generation(one: dict[str, Any]) -> dict[str, Any]:
-        arrays = {
-            name: np.frombuffer(one[name], column.dtype)
-            for name, column in columns_of(Generation).items()
-            if one.get(name) is not None
-        }
-        return one | arrays
-
-    return {
-        "version": file["version"],
-        "progress": {"position": file["position"], "open": file["open"]},
-        "closed": file["closed"],
-        "finished": list(map(group, file["finished"])),
-        "unfinished": [
-            each | {name: list(map(generation, each[name])) for name in ("generations", "begun")}
-            for each in file["unfinished"]
-        ],
-    }
 
 
 def discard_after(dump_folder: str, step: int) -> None:

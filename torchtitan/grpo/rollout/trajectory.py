@@ -233,9 +233,8 @@ class TrajectoryWriter:
         self, trajectory: Trajectory, server: Server, expected_tokens: float | None
     ) -> "asyncio.Task[Generation]":
         prompt, so_far, num_written = trajectory.prompt, trajectory.so_far, 0
-        if so_far is None:
-            room = self._sampling.room_after(prompt)
-        else:
+        room = self._sampling.room_after(prompt)
+        if so_far is not None:
             room, num_written = self._room_behind(prompt, so_far), len(so_far.token_ids)
             prompt = replace(prompt, token_ids=_context(prompt, so_far))
             if expected_tokens is not None:

@@ -17,13 +17,12 @@ from torchtitan.grpo.command_line import ConfigError, without_torch
 from torchtitan.grpo.run_folder.launch import LAUNCH_VARIABLE
 from torchtitan.grpo.system.logs import outlive_readers
 from torchtitan.grpo.system.network import address_of, interface_of, is_loopback, source_address
-from torchtitan.grpo.system.private_folders import make_private_folder, remove_private_folder
 from torchtitan.grpo.system.waits import Reminders
 
 _PORT = 29400  # torchrun's own default
 _JOIN_SECONDS = 900.0
 _RUN_ID = "torchtitan-grpo"
-_CLOSE_SECONDS = 10.0
+_CLOSE_SECONDS = 10
 _CPP_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 _RESOLVE_SECONDS = 1.0  # between two questions for the address of the endpoint
 
@@ -230,34 +229,28 @@ def launch_command(options: NodeOptions) -> str:
 def _run_ranks(
     options: NodeOptions, place: Place, num_ranks: int, words: list[str], stop_seconds: float
 ) -> int:
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.rendezvous import RendezvousError, rendezvous_handler_registry
-    from torch.distributed.launcher.api import LaunchConfig
 
     from torchtitan.grpo.start.rendezvous import BACKEND, Node, NodeRendezvous
-    from torchtitan.grpo.start.torchrun import UNUSED_SIGNAL, run_agent
+    from torchtitan.grpo.start.torchrun import run_agent
 
     node = Node(place.address, place.endpoint, place.holds_store, num_ranks, options.join_seconds)
     rendezvous_handler_registry.register(BACKEND, lambda p: NodeRendezvous(node, p, say))
-    folder = make_private_folder("ranks")
-    config = LaunchConfig(
-        min_nodes=options.num_nodes[0],
-        max_nodes=options.num_nodes[1],
-        nproc_per_node=num_ranks,
-        run_id=options.run_id,
-        rdzv_backend=BACKEND,
-        rdzv_endpoint="{}:{}".format(*place.endpoint),
-        rdzv_configs={
-            "join_timeout": int(options.join_seconds),
-            "close_timeout": int(_CLOSE_SECONDS),
-        },
-        local_addr=place.address,
-        max_restarts=options.max_restarts,
-        logs_specs=DefaultLogsSpecs(log_dir=str(folder)),
-        signals_to_handle=UNUSED_SIGNAL,
-    )
+    waits = {"join_timeout": int(options.join_seconds), "close_timeout": _CLOSE_SECONDS}
     try:
-        return run_agent(config, words, stop_seconds, folder)
+        return run_agent(
+            words,
+            stop_seconds,
+            min_nodes=options.num_nodes[0],
+            max_nodes=options.num_nodes[1],
+            nproc_per_node=num_ranks,
+            run_id=options.run_id,
+            rdzv_backend=BACKEND,
+            rdzv_endpoint="{}:{}".format(*place.endpoint),
+            rdzv_configs=waits,
+            local_addr=place.address,
+            max_restarts=options.max_restarts,
+        )
     except (RendezvousError, OSError, TimeoutError) as error:
         host, port = place.endpoint
         print(
@@ -267,8 +260,6 @@ def _run_ranks(
             file=sys.stderr,
         )
         return 1
-    finally:
-        remove_private_folder(folder)
 
 
 def _describe(options: NodeOptions, place: Place, num_ranks: int) -> None:

@@ -32,8 +32,8 @@ from torchtitan.grpo.system.stop import stop_signals
 
 # Added to the time that ranks have to end, since they report and close after it.
 _MARGIN_SECONDS = 10
-UNUSED_SIGNAL = "SIGQUIT"
-"""The agent insists on handling a signal; `_pass_on_signals` handles the real ones."""
+# The agent insists on handling a signal; `_pass_on_signals` handles the real ones.
+_UNUSED_SIGNAL = "SIGQUIT"
 
 
 class _Agent(LocalElasticAgent):
@@ -58,29 +58,25 @@ def run_ranks(
     The first signal is passed on, and the ranks end in order within ``stop_timeout_seconds``. All
     are started again up to ``max_restarts`` times after a failure.
     """
-    folder = make_private_folder("ranks")
-    config = LaunchConfig(
+    local_rendezvous.register()
+    return run_agent(
+        arguments,
+        stop_timeout_seconds,
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=num_ranks,
         run_id=str(uuid.uuid4()),
         rdzv_backend=local_rendezvous.BACKEND,
         max_restarts=max_restarts,
-        logs_specs=DefaultLogsSpecs(log_dir=str(folder)),
-        signals_to_handle=UNUSED_SIGNAL,
     )
-    local_rendezvous.register()
-    try:
-        return run_agent(config, arguments, stop_timeout_seconds, folder)
-    finally:
-        remove_private_folder(folder)
 
 
-def run_agent(
-    config: LaunchConfig, arguments: list[str], stop_timeout_seconds: float, folder: Path
-) -> int:
-    """Runs this node's ranks as ``config`` describes; see :func:`run_ranks`."""
+def run_agent(arguments: list[str], stop_timeout_seconds: float, **launch: Any) -> int:
+    """Runs this node's ranks as torch's ``LaunchConfig`` describes; see :func:`run_ranks`."""
     logging.disable(logging.CRITICAL)  # the agent's, only in this process
+    folder = make_private_folder("ranks")
+    specs = DefaultLogsSpecs(log_dir=str(folder))
+    config = LaunchConfig(**launch, logs_specs=specs, signals_to_handle=_UNUSED_SIGNAL)
     share_cores(config.nproc_per_node)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # where there are GPUs
     os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(int(stop_timeout_seconds) + _MARGIN_SECONDS)
@@ -96,6 +92,7 @@ def run_agent(
         return _status_of(error, folder)
     finally:
         api.LocalElasticAgent = upstream
+        remove_private_folder(folder)
     return 0
 
 

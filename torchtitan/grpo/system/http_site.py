@@ -7,6 +7,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 from aiohttp import web
 from aiohttp.http import HttpProcessingError
@@ -21,6 +22,7 @@ from torchtitan.grpo.system.connections import (
 )
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+_SHUTDOWN_SECONDS = 0.3
 _num_malformed = itertools.count(1)
 
 
@@ -30,20 +32,38 @@ async def answered(request: web.Request, handler: _Handler) -> web.StreamRespons
         return await handler(request)
 
 
-async def listen(
-    runner: web.AppRunner,
-    host: str,
-    port: int,
-    max_connections: int,
-    header_seconds: float = HEADER_SECONDS,
-    backlog: int = 128,
-) -> asyncio.Server:
-    """Listens for a runner that is set up. Handlers must run inside :func:`.connections.answering`."""
-    assert runner.server is not None, "it was set up"
-    server_logger.addFilter(_without_contents)
-    limits = ConnectionLimits(runner.server, max_connections, header_seconds)
-    loop = asyncio.get_running_loop()
-    return await loop.create_server(limits.make_protocol, host, port, backlog=backlog)
+class HttpSite:
+    """An application on an address. Handlers must run inside :func:`.connections.answering`.
+
+    ``options`` are those of aiohttp's runner. It may be closed at any time.
+    """
+
+    def __init__(self, app: web.Application, **options: Any) -> None:
+        options = {"access_log": None, "shutdown_timeout": _SHUTDOWN_SECONDS} | options
+        self._runner = web.AppRunner(app, **options)
+        self._listener: asyncio.Server | None = None
+
+    async def start(
+        self,
+        host: str,
+        port: int,
+        max_connections: int,
+        header_seconds: float = HEADER_SECONDS,
+        backlog: int = 128,
+    ) -> tuple[str, int]:
+        """Returns host and port, a free one for port 0; raises OSError."""
+        await self._runner.setup()
+        assert self._runner.server is not None, "it was set up"
+        server_logger.addFilter(_without_contents)
+        limits = ConnectionLimits(self._runner.server, max_connections, header_seconds)
+        loop = asyncio.get_running_loop()
+        self._listener = await loop.create_server(limits.make_protocol, host, port, backlog=backlog)
+        return self._listener.sockets[0].getsockname()[:2]
+
+    async def close(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+        await self._runner.cleanup()
 
 
 async def read_body(request: web.Request, max_bytes: int) -> bytes:

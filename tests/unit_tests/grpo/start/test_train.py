@@ -3,11 +3,8 @@
 
 """``torchtitan-grpo train``: its command line, and how many ranks it starts."""
 
-from pathlib import Path
-
 import pytest
 import torch
-from torch.distributed.launcher.api import LaunchConfig
 
 from torchtitan.grpo.command_line import ConfigError
 from torchtitan.grpo.command_line.reading import read_config
@@ -122,8 +119,7 @@ def test_ranks_without_gpus_divide_the_cores(monkeypatch, has_gpu, given, thread
     monkeypatch.setattr(
         torchrun, "elastic_launch", lambda *config: lambda *command: started.append(command)
     )
-    config = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=3)
-    assert torchrun.run_agent(config, [], 1.0, Path("unused")) == 0
+    assert torchrun.run_agent([], 1.0, min_nodes=1, max_nodes=1, nproc_per_node=3) == 0
     assert started
     assert environment["OMP_NUM_THREADS"] == threads
     assert environment.get("OMP_WAIT_POLICY") == policy

@@ -16,7 +16,7 @@ from light import LIGHT
 
 from torchtitan.grpo.system import connections
 from torchtitan.grpo.system.connections import answering
-from torchtitan.grpo.system.http_site import listen, read_body
+from torchtitan.grpo.system.http_site import HttpSite, read_body
 
 SECONDS = 60.0
 SOON = 0.3
@@ -99,17 +99,14 @@ class Site:
 async def serving(max_connections: int = 10, header_seconds: float = LATE) -> AsyncIterator[Site]:
     site, app = Site(), web.Application()
     app.router.add_route("*", "/{path}", site.handle)
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1, keepalive_timeout=LATE)
-    await runner.setup()
-    listener = await listen(runner, "127.0.0.1", 0, max_connections, header_seconds)
-    site.port = listener.sockets[0].getsockname()[1]
+    served = HttpSite(app, shutdown_timeout=0.1, keepalive_timeout=LATE)
+    _, site.port = await served.start("127.0.0.1", 0, max_connections, header_seconds)
     try:
         async with asyncio.timeout(SECONDS):
             yield site
     finally:
         site.close()
-        listener.close()
-        await runner.cleanup()
+        await served.close()
 
 
 @pytest.mark.parametrize("begin", [b"", HALF, b"\r\n" * 20 + HALF], ids=range(3))
@@ -296,18 +293,16 @@ async def test_malformed_requests_neither_show_keys_nor_fill_logs(
     caplog: pytest.LogCaptureFixture, kind: str
 ) -> None:
     caplog.set_level("INFO")
-    runner = web.AppRunner(web.Application(), access_log=None)
-    await runner.setup()
-    server = await listen(runner, "127.0.0.1", 0, 100)
+    site = HttpSite(web.Application())
+    address = await site.start("127.0.0.1", 0, 100)
     try:
         for _ in range(100):
-            reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+            reader, writer = await asyncio.open_connection(*address)
             writer.write(b"GET / HTTP/1.1\r\nHost: a\r\n" + MALFORMED[kind] + b"\r\n")
             async with asyncio.timeout(SECONDS):
                 assert b" 400 " in (await reader.read()).partition(b"\r\n")[0]
             writer.close()
     finally:
-        server.close()
-        await runner.cleanup()
+        await site.close()
     assert not any(text in caplog.text for text in ("SECRET", "Traceback", "Authorization"))
     assert len(caplog.records) <= 8

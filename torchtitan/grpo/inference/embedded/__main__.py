@@ -20,7 +20,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 import transformers
-from aiohttp import web
 
 from torchtitan.grpo.inference.access import keys_of_environment, require_keys
 from torchtitan.grpo.inference.embedded.bodies import ModelFacts
@@ -41,7 +40,7 @@ from torchtitan.grpo.system.connections import (
     raise_descriptor_limit,
 )
 from torchtitan.grpo.system.files import write_whole
-from torchtitan.grpo.system.http_site import listen
+from torchtitan.grpo.system.http_site import HttpSite
 from torchtitan.grpo.system.network import is_loopback, loopback_interface
 from torchtitan.grpo.system.stop import stop_signals
 from torchtitan.grpo.weight_wire.process_group import own_group_facts
@@ -155,16 +154,10 @@ async def serve(arguments: argparse.Namespace) -> None:
     server = build_server(arguments)
     for signum in stop_signals():
         asyncio.get_running_loop().add_signal_handler(signum, stop.set)
-    runner = web.AppRunner(
-        server.make_app(),
-        handler_cancellation=True,
-        access_log=None,
-        shutdown_timeout=0.3,
-        keepalive_timeout=_KEEPALIVE_SECONDS,
+    site = HttpSite(
+        server.make_app(), handler_cancellation=True, keepalive_timeout=_KEEPALIVE_SECONDS
     )
-    await runner.setup()
-    listener = await listen(
-        runner,
+    _, port = await site.start(
         arguments.host,
         arguments.port,
         raise_descriptor_limit(arguments.max_connections),
@@ -172,7 +165,6 @@ async def serve(arguments: argparse.Namespace) -> None:
         _BACKLOG,
     )
     server.engine.start()
-    port = listener.sockets[0].getsockname()[1]
     logger.info("Serving %s on http://%s:%d", arguments.model_path, arguments.host, port)
     print(f"READY http://{arguments.host}:{port}", flush=True)
     if arguments.port_file:
@@ -182,8 +174,7 @@ async def serve(arguments: argparse.Namespace) -> None:
     # The engine ends first, so that waiting requests are answered before connections close.
     await asyncio.get_running_loop().run_in_executor(None, server.engine.close, 1.0)
     server.updater.session.leave_groups()
-    listener.close()
-    await runner.cleanup()
+    await site.close()
 
 
 class RepeatLimit(logging.Filter):

@@ -22,7 +22,7 @@ from torchtitan.grpo.rollout.agents.episode import AgentEpisode, parsed_reward
 from torchtitan.grpo.rollout.agents.exchange import Answer, Asked, BadRequest
 from torchtitan.grpo.rollout.agents.programs import MODEL
 from torchtitan.grpo.system.connections import answering, raise_descriptor_limit
-from torchtitan.grpo.system.http_site import listen, read_body
+from torchtitan.grpo.system.http_site import HttpSite, read_body
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,6 @@ _MAX_CONNECTIONS = 4096
 # Of connections that are not accepted yet: the episodes of a batch begin at the same time.
 _BACKLOG = 1024
 _WRITE_SECONDS = 60.0
-_SHUTDOWN_SECONDS = 0.3
 _KEEPALIVE_SECONDS = 75.0
 _MOST_TOLD = 32  # kinds of requests that are not answered as they ask
 _IGNORED = (
@@ -49,7 +48,6 @@ class AgentEndpoint:
     def __init__(self, host: str, seq_len: int) -> None:
         self._host, self._seq_len = host, seq_len
         self._episodes: dict[str, AgentEpisode] = {}
-        self._listener: asyncio.Server | None = None
         self._told: set[str] = set()
         app = web.Application()
         routes: list[tuple[str, str, _Handler]] = [
@@ -64,34 +62,24 @@ class AgentEndpoint:
         ]
         for method, path, handler in routes:
             app.router.add_route(method, path, self._guarded(handler))
-        self._runner = web.AppRunner(
-            app,
-            access_log=None,
-            handler_cancellation=True,
-            keepalive_timeout=_KEEPALIVE_SECONDS,
-            shutdown_timeout=_SHUTDOWN_SECONDS,
-        )
+        self._site = HttpSite(app, handler_cancellation=True, keepalive_timeout=_KEEPALIVE_SECONDS)
         self.url = ""
 
     async def start(self) -> None:
         """Listens at a free port. Raises ValueError if the address is not one of this machine."""
-        await self._runner.setup()
+        most = raise_descriptor_limit(_MAX_CONNECTIONS)
         try:
-            most = raise_descriptor_limit(_MAX_CONNECTIONS)
-            self._listener = await listen(self._runner, self._host, 0, most, backlog=_BACKLOG)
+            _, port = await self._site.start(self._host, 0, most, backlog=_BACKLOG)
         except OSError as error:
             raise ValueError(
                 f"agent.host = {self._host!r} must be an address of this machine, on which agents "
                 f"can be served: {error}."
             ) from error
-        port = self._listener.sockets[0].getsockname()[1]
         host = f"[{self._host}]" if ":" in self._host else self._host
         self.url = f"http://{host}:{port}/v1"
 
     async def close(self) -> None:
-        if self._listener is not None:
-            self._listener.close()
-        await self._runner.cleanup()
+        await self._site.close()
 
     def open(self, episode: AgentEpisode) -> None:
         self._episodes[episode.key] = episode

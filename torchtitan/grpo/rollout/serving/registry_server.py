@@ -8,6 +8,7 @@ remove a registration file; see `inference/registry.py`.
 """
 
 import asyncio
+import functools
 import logging
 import secrets
 from collections.abc import Callable
@@ -16,12 +17,11 @@ from aiohttp import web
 
 from torchtitan.grpo.inference.registry import Registration, RegistryFolder, parse_registration
 from torchtitan.grpo.inference.urls import split_address
-from torchtitan.grpo.system.http_site import answered, listen, read_body
+from torchtitan.grpo.system.http_site import HttpSite, answered, read_body
 
 logger = logging.getLogger(__name__)
 
 _MAX_BYTES = 4096
-_SHUTDOWN_SECONDS = 0.3
 _MAX_CONNECTIONS = 512
 
 
@@ -30,18 +30,15 @@ class RegistryServer:
 
     def __init__(self, address: str, key: str, folder: RegistryFolder) -> None:
         self._host, self._port = split_address(address)
-        self._key, self._folder = key, folder
-        self._runner: web.AppRunner | None = None
-        self._listener: asyncio.Server | None = None
+        self._key = key
+        app = web.Application(middlewares=[answered])
+        app.router.add_put("/servers", functools.partial(self._change, folder.write))
+        app.router.add_delete("/servers", functools.partial(self._change, folder.remove))
+        self._site = HttpSite(app)
 
     async def start(self) -> None:
-        app = web.Application(middlewares=[answered])
-        app.router.add_put("/servers", self._put)
-        app.router.add_delete("/servers", self._delete)
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=_SHUTDOWN_SECONDS)
-        await self._runner.setup()
         try:
-            self._listener = await listen(self._runner, self._host, self._port, _MAX_CONNECTIONS)
+            await self._site.start(self._host, self._port, _MAX_CONNECTIONS)
         except OSError as error:
             raise ValueError(
                 "inference.registry_address must be a free port on an address of rank 0's host, got "
@@ -49,20 +46,10 @@ class RegistryServer:
             ) from error
 
     async def close(self) -> None:
-        runner, self._runner = self._runner, None
-        if self._listener is not None:
-            self._listener.close()
-        if runner is not None:
-            await runner.cleanup()
-
-    async def _put(self, request: web.Request) -> web.Response:
-        return await self._change(request, self._folder.write)
-
-    async def _delete(self, request: web.Request) -> web.Response:
-        return await self._change(request, self._folder.remove)
+        await self._site.close()
 
     async def _change(
-        self, request: web.Request, change: Callable[[Registration], None]
+        self, change: Callable[[Registration], None], request: web.Request
     ) -> web.Response:
         given = request.headers.get("Authorization", "").encode()
         if not secrets.compare_digest(given, f"Bearer {self._key}".encode()):
