@@ -159,7 +159,11 @@ class RecordReader:
             if number == 1:
                 self._check_header(line, where)
             else:
-                yield where, _batch(decode_line(line, _BatchLine, where), where)
+                batch = decode_line(line, _BatchLine, where)
+                groups = [
+                    _group(group, f"{where}, group {group.group_id}") for group in batch.groups
+                ]
+                yield where, BatchRecord(batch.version, batch.progress, groups)
         if number == 0:
             raise DataError(f"{self._key}: {self._path} is empty: it has no header.")
 
@@ -308,11 +312,6 @@ def _rollout_fields(rollout: Rollout) -> dict[str, Any]:
             kept = values.tolist()
         found[column.record_name or name] = kept
     return found
-
-
-def _batch(line: _BatchLine, where: str) -> BatchRecord:
-    groups = [_group(group, f"{where}, group {group.group_id}") for group in line.groups]
-    return BatchRecord(line.version, line.progress, groups)
 
 
 def _group(line: _GroupLine, where: str) -> RolloutGroup:
