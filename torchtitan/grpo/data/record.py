@@ -133,7 +133,8 @@ class RolloutRecorder:
             partial.unlink(missing_ok=True)
 
     def _line(self, record: RecordHeader | dict[str, Any]) -> bytes:
-        line = _with_sum(msgspec.json.encode(record)) + b"\n"
+        line = msgspec.json.encode(record)
+        line = b'{"crc32":%d,%b\n' % (zlib.crc32(line), line[1:])
         return gzip.compress(line, compresslevel=1, mtime=0) if self._path.suffix == ".gz" else line
 
 
@@ -206,10 +207,6 @@ class RecordReader:
                 "trainer would belong to different distributions. Set rollout.temperature = "
                 f"{header.temperature}."
             )
-
-
-def _with_sum(line: bytes) -> bytes:
-    return b'{"crc32":%d,%b' % (zlib.crc32(line), line[1:])
 
 
 def _check_sum(line: bytes, where: str) -> None:

@@ -59,7 +59,10 @@ def read_hf_model(
     config = read_json(path / "config.json", setting)
     if not may_be_quantised:
         refuse_quantised(config, path / "config.json", setting)
-    architecture = _architecture(config)
+    named = config.get("architectures")
+    architecture = named[0] if isinstance(named, list) and named else None
+    if not isinstance(architecture, str):
+        architecture = "<none>"
     if may_score:
         architecture = architecture.replace("ForSequenceClassification", "ForCausalLM")
     if architecture not in FAMILIES:
@@ -82,12 +85,6 @@ def read_hf_model(
         eos_token_ids=_eos_token_ids(path, setting),
         max_position_embeddings=config.get("max_position_embeddings", 0),
     )
-
-
-def _architecture(config: dict[str, Any]) -> str:
-    named = config.get("architectures")
-    first = named[0] if isinstance(named, list) and named else None
-    return first if isinstance(first, str) else "<none>"
 
 
 def _args_and_window(
