@@ -11,7 +11,7 @@ packing lists, and each rank fetches its rollouts from the rollout process.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import IntEnum
 
 import msgspec
@@ -52,19 +52,14 @@ class Signal(IntEnum):
     """A guard of rank 0 ends the run: as STOP, and the run has failed."""
 
 
-@dataclass(frozen=True)
-class TrainBatch:
-    """Holds the rows that one rank trains on, of a batch or of a part of it.
+@dataclass(frozen=True, kw_only=True)
+class BatchFacts:
+    """What all ranks know of a batch, or of a part of it.
 
     Attributes:
-        minibatches: The rank's rows for each optimizer step of one epoch, with advantages of 0;
-            ``epoch_order`` in `data/step_plan.py` gives the order. Every data-parallel rank has
-            the same number of rows in each minibatch. The number may differ between batches;
-            the length of a row does not.
         minibatch_tokens: For each minibatch, the number of tokens with a loss over all ranks,
             supervised ones included. If it is 0, the minibatch has no gradient and its
             optimizer step must be left out: momentum and weight decay would move the weights.
-        samples: All samples of the batch, the same on every rank.
         num_trained_tokens: Completion tokens of rollouts, over all ranks and minibatches.
         num_tokens: Prompt and completion tokens, over all ranks and minibatches.
         mass: Total mass of the loss weights (`losses/aggregation.py`), over all ranks.
@@ -74,15 +69,29 @@ class TrainBatch:
             checkpoints, because any rank's copy may be the one that is written.
     """
 
-    minibatches: list[TrainRows]
     minibatch_tokens: list[int]
-    samples: SampleTable
     num_trained_tokens: int
     num_tokens: int
     mass: int
     part: BatchPart
     publish_slot: int
     progress: PromptProgress
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainBatch(BatchFacts):
+    """Holds the rows that one rank trains on, of a batch or of a part of it.
+
+    Attributes:
+        minibatches: The rank's rows for each optimizer step of one epoch, with advantages of 0;
+            ``epoch_order`` in `data/step_plan.py` gives the order. Every data-parallel rank has
+            the same number of rows in each minibatch. The number may differ between batches;
+            the length of a row does not.
+        samples: All samples of the batch, the same on every rank.
+    """
+
+    minibatches: list[TrainRows]
+    samples: SampleTable
 
 
 @dataclass(frozen=True)
@@ -105,20 +114,14 @@ class _Fetched(msgspec.Struct):
     loss_weight: float
 
 
-class _Step(msgspec.Struct):
-    """Announces a batch to all ranks. See :class:`TrainBatch` for fields of the same name."""
+@dataclass(frozen=True, kw_only=True)
+class _Step(BatchFacts):
+    """Announces a batch to all ranks."""
 
     num_rows: int
     """Number of rows of one rank, in all minibatches together."""
-    minibatch_tokens: list[int]
     samples: bytes
     """[3, samples] int64: the bits of the rewards, the group ids and the completion lengths."""
-    num_trained_tokens: int
-    num_tokens: int
-    mass: int
-    part: BatchPart
-    publish_slot: int
-    progress: PromptProgress
     columns: dict[str, tuple[int, ...]]
     """Shape at one position of each column of the rows that rank 0 scatters."""
     address: FetchAddress | None
@@ -239,14 +242,8 @@ class Feed:
         table = np.frombuffer(step.samples, np.int64).reshape(3, -1).copy()
         return TrainBatch(
             minibatches=rows.microbatches(step.num_rows // len(step.minibatch_tokens)),
-            minibatch_tokens=step.minibatch_tokens,
             samples=SampleTable(table[0].view(np.float64), table[1], table[2]),
-            num_trained_tokens=step.num_trained_tokens,
-            num_tokens=step.num_tokens,
-            mass=step.mass,
-            part=step.part,
-            publish_slot=step.publish_slot,
-            progress=step.progress,
+            **{fact.name: getattr(step, fact.name) for fact in fields(BatchFacts)},
         )
 
     def _scatter_rows(self, step: _Step, plan: StepPlan | None) -> TrainRows:

@@ -59,7 +59,9 @@ class Layout:
         """For each rank its rows, each a list of indices of ``samples``; at least ``min_rows``."""
         best, best_key, least = None, (0, 0.0), min_rows
         for bundles, is_whole in _bundlings(samples, self.row_len, self.cost):
-            rows = self._least_rows(sum(bundle.num_tokens for bundle in bundles))
+            # Rows of a rank that hold all tokens, if rows can be full.
+            full = -(-sum(bundle.num_tokens for bundle in bundles) // self.row_len)
+            rows = rows_per_rank(full, self.num_ranks, self._multiple)
             if is_whole:  # no other bundles hold fewer tokens
                 least = max(rows, min_rows)
             if best is not None and rows > best_key[0]:
@@ -78,11 +80,6 @@ class Layout:
             sum(cost_of(spans_of([samples[i] for i in row]), self.cost) for row in rows)
             for rows in spread
         ]
-
-    def _least_rows(self, num_tokens: int) -> int:
-        """Rows of a rank that hold so many tokens, if rows can be full."""
-        rows = -(-num_tokens // self.row_len)
-        return rows_per_rank(rows, self.num_ranks, self._multiple)
 
     def _spread(self, bundles: Sequence[_Bundle], min_rows: int) -> tuple[Spread, list[float]]:
         """Returns rows of sequences, and the cost of each rank."""

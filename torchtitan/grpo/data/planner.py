@@ -43,7 +43,9 @@ class StepPlanner:
     def __init__(self, config: JobConfig, model: HFModel) -> None:
         self._config = config
         self._ptx = PtxStream(config, model) if config.grpo.ptx_path is not None else None
-        self._cost = _sequence_cost(config, model)
+        self._cost: SequenceCost = token_cost
+        if config.prompts.balance_cost != "tokens":
+            self._cost = flops_cost(json.loads((model.path / "config.json").read_bytes()))
         self._row_bucket = _row_bucket(config, model)
         self._parts: list[tuple[Sequence[RolloutGroup], StepPlan]] = []
 
@@ -153,12 +155,6 @@ def open_sample_log(config: JobConfig, model: HFModel, start_version: int) -> Sa
     per_step = config.observe.samples_per_step
     codec = TextCodec(str(model.path), model.eos_token_ids) if per_step else None
     return SampleLog(folder / "samples.jsonl", per_step, start_version, codec)
-
-
-def _sequence_cost(config: JobConfig, model: HFModel) -> SequenceCost:
-    if config.prompts.balance_cost == "tokens":
-        return token_cost
-    return flops_cost(json.loads((model.path / "config.json").read_bytes()))
 
 
 def _row_bucket(config: JobConfig, model: HFModel) -> int:

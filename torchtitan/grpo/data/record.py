@@ -133,7 +133,8 @@ class RolloutRecorder:
             partial.unlink(missing_ok=True)
 
     def _line(self, record: RecordHeader | dict[str, Any]) -> bytes:
-        line = _with_sum(msgspec.json.encode(record)) + b"\n"
+        line = msgspec.json.encode(record)
+        line = b'{"crc32":%d,%b\n' % (zlib.crc32(line), line[1:])
         return gzip.compress(line, compresslevel=1, mtime=0) if self._path.suffix == ".gz" else line
 
 
@@ -159,7 +160,11 @@ class RecordReader:
             if number == 1:
                 self._check_header(line, where)
             else:
-                yield where, _batch(decode_line(line, _BatchLine, where), where)
+                batch = decode_line(line, _BatchLine, where)
+                groups = [
+                    _group(group, f"{where}, group {group.group_id}") for group in batch.groups
+                ]
+                yield where, BatchRecord(batch.version, batch.progress, groups)
         if number == 0:
             raise DataError(f"{self._key}: {self._path} is empty: it has no header.")
 
@@ -202,10 +207,6 @@ class RecordReader:
                 "trainer would belong to different distributions. Set rollout.temperature = "
                 f"{header.temperature}."
             )
-
-
-def _with_sum(line: bytes) -> bytes:
-    return b'{"crc32":%d,%b' % (zlib.crc32(line), line[1:])
 
 
 def _check_sum(line: bytes, where: str) -> None:
@@ -308,11 +309,6 @@ def _rollout_fields(rollout: Rollout) -> dict[str, Any]:
             kept = values.tolist()
         found[column.record_name or name] = kept
     return found
-
-
-def _batch(line: _BatchLine, where: str) -> BatchRecord:
-    groups = [_group(group, f"{where}, group {group.group_id}") for group in line.groups]
-    return BatchRecord(line.version, line.progress, groups)
 
 
 def _group(line: _GroupLine, where: str) -> RolloutGroup:

@@ -102,11 +102,6 @@ class StepPlan:
         return sum(num_computed(row) for rows in self.spans for row in rows)
 
     @property
-    def shared_fraction(self) -> float:
-        """Part of the tokens that are not computed, because another sequence has them."""
-        return 1 - self.num_computed / self.num_tokens if self.num_tokens else 0.0
-
-    @property
     def num_minibatches(self) -> int:
         return len(self.minibatch_tokens)
 
@@ -144,7 +139,9 @@ def plan_step(
     sources = [i for i, (_, r) in enumerate(everything) if r.reward is not None]
     scored = [everything[i] for i in sources]
     table = _table(scored, config, max_new_tokens)
-    kept = _kept(table, config)
+    kept = np.ones(len(table), np.bool_)
+    if config.filter_zero_advantage:
+        kept = informative_samples(table.rewards, table.group_ids)
     rollouts = [r for (_, r), keep in zip(scored, kept, strict=True) if keep]
     sources = [source for source, keep in zip(sources, kept, strict=True) if keep]
     metrics = staleness_metrics([r for _, r in scored], version)
@@ -168,7 +165,8 @@ def plan_step(
         metrics=metrics | layout_metrics,
     )
     plan.metrics["data/padding_fraction"] = 1 - plan.num_computed / plan.capacity
-    plan.metrics["time/shared_tokens_fraction"] = plan.shared_fraction
+    shared = 1 - plan.num_computed / plan.num_tokens if plan.num_tokens else 0.0
+    plan.metrics["time/shared_tokens_fraction"] = shared
     return plan
 
 
@@ -197,12 +195,6 @@ def _metrics_of_groups(table: SampleTable, kept: np.ndarray, num_groups: int) ->
         "reward/equal_groups_fraction": num_equal / num_groups if num_groups else 0.0,
         "data/filtered_groups_fraction": 1 - num_kept / num_scored if num_scored else 0.0,
     }
-
-
-def _kept(table: SampleTable, config: GRPO) -> np.ndarray:
-    if config.filter_zero_advantage:
-        return informative_samples(table.rewards, table.group_ids)
-    return np.ones(len(table), np.bool_)
 
 
 def _weighted_minibatches(

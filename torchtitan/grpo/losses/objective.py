@@ -174,10 +174,7 @@ def _check(inputs: LossInputs, config: GRPO, teacher: Teacher | None) -> None:
             f"ref_logprobs must be given with grpo.kl_coef = {config.kl_coef} and "
             "grpo.kl_in = 'loss', got None."
         )
-    _check_top(top, inputs.logprobs.shape, 0 if teacher is None else teacher.top_k)
-
-
-def _check_top(top: TopLogprobs | None, shape: torch.Size, top_k: int) -> None:
+    shape, top_k = inputs.logprobs.shape, 0 if teacher is None else teacher.top_k
     if (top is None) != (top_k == 0):
         got = "None" if top is None else "some"
         raise ValueError(

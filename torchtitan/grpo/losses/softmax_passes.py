@@ -48,31 +48,17 @@ def _sum_slice(
     if len(scratch) == 0:
         scratch = logits.new_empty(_block_size(logits))
     for rows in _row_blocks(logits, len(scratch)):
-        _sum_block(
-            logits[rows], scale, with_entropy, maximum[rows], exp_sum[rows], weighted_sum[rows],
-            scratch,
-        )  # fmt: skip
-
-
-def _sum_block(
-    logits: torch.Tensor,
-    scale: float,
-    with_entropy: bool,
-    maximum: torch.Tensor,
-    exp_sum: torch.Tensor,
-    weighted_sum: torch.Tensor,
-    scratch: torch.Tensor,
-) -> None:
-    highest = torch.maximum(maximum, logits.amax(dim=1) * scale)
-    raise_maximum(maximum, exp_sum, weighted_sum, highest)
-    shifted = scratch[: logits.numel()].view_as(logits)
-    torch.add(-highest[:, None], logits, alpha=scale, out=shifted)
-    if with_entropy:
-        exponentials = shifted.exp()
-        weighted_sum += shifted.mul_(exponentials).sum(dim=1)
-    else:
-        exponentials = shifted.exp_()
-    exp_sum += exponentials.sum(dim=1)
+        block = logits[rows]
+        highest = torch.maximum(maximum[rows], block.amax(dim=1) * scale)
+        raise_maximum(maximum[rows], exp_sum[rows], weighted_sum[rows], highest)
+        shifted = scratch[: block.numel()].view_as(block)
+        torch.add(-highest[:, None], block, alpha=scale, out=shifted)
+        if with_entropy:
+            exponentials = shifted.exp()
+            weighted_sum[rows].add_(shifted.mul_(exponentials).sum(dim=1))
+        else:
+            exponentials = shifted.exp_()
+        exp_sum[rows].add_(exponentials.sum(dim=1))
 
 
 def _write_grads(

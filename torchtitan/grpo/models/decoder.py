@@ -131,7 +131,8 @@ class Decoder(Qwen3Model):
         if not self.model_args.qkv_bias:
             return []
         blocks: list[Any] = list(self.layers.values())
-        return [getattr(block.attention, name) for block in blocks for name, _ in _QKV]
+        found = [getattr(block.attention, name) for block in blocks for name, _ in _QKV]
+        return [linear for linear in found if linear is not None]  # parts of layers may lack them
 
     def init_weights(self, buffer_device: torch.device | None = None) -> None:
         tied = self.enable_weight_tying

@@ -97,12 +97,6 @@ class HelixPart(PackedDecoder):
         positions = context_part(named["positions"], self.context_group)[:, chunk]
         return Decoder.forward(self, tokens, positions=positions)
 
-    def _biased(self) -> list[nn.Linear]:
-        if not self.model_args.qkv_bias:
-            return []
-        blocks: list[Any] = [b for b in self.layers.values() if isinstance(b, BlockBefore)]
-        return [getattr(b.attention, name) for b in blocks for name in ("wq", "wk", "wv")]
-
 
 class AttentionPart(nn.Module):
     """The attention of every layer, like that of the whole model of which ``part`` is a part."""

@@ -59,7 +59,10 @@ def read_hf_model(
     config = read_json(path / "config.json", setting)
     if not may_be_quantised:
         refuse_quantised(config, path / "config.json", setting)
-    architecture = _architecture(config)
+    named = config.get("architectures")
+    architecture = named[0] if isinstance(named, list) and named else None
+    if not isinstance(architecture, str):
+        architecture = "<none>"
     if may_score:
         architecture = architecture.replace("ForSequenceClassification", "ForCausalLM")
     if architecture not in FAMILIES:
@@ -82,12 +85,6 @@ def read_hf_model(
         eos_token_ids=_eos_token_ids(path, setting),
         max_position_embeddings=config.get("max_position_embeddings", 0),
     )
-
-
-def _architecture(config: dict[str, Any]) -> str:
-    named = config.get("architectures")
-    first = named[0] if isinstance(named, list) and named else None
-    return first if isinstance(first, str) else "<none>"
 
 
 def _args_and_window(
@@ -190,33 +187,27 @@ def check_reference(config: JobConfig) -> None:
 
     Both directories are read again, because building a model changes its arguments.
     """
-    path = config.grpo.ref_model_path
-    if path is None:
-        return
-    policy = read_hf_model(config.model.hf_assets_path)
-    reference = read_hf_model(path, setting="grpo.ref_model_path")
-    found = list(_differences(policy, reference))
-    if found:
-        raise ModelError(
-            f"grpo.ref_model_path ({path}) must hold the model of model.hf_assets_path "
-            f"({policy.path}) with other weights, but their config.json files differ: "
-            f"{'; '.join(found)}. Choose a reference of the same architecture."
-        )
+    _check_same_model(config, config.grpo.ref_model_path, "grpo.ref_model_path", "reference")
 
 
 def check_critic_model(config: JobConfig) -> None:
     """Refuses a critic that is not the policy's model with other weights, and a score as its head."""
-    path = config.critic.path
+    _check_same_model(config, config.critic.path, "critic.path", "critic", may_score=True)
+
+
+def _check_same_model(
+    config: JobConfig, path: str | None, setting: str, what: str, *, may_score: bool = False
+) -> None:
     if path is None:
         return
     policy = read_hf_model(config.model.hf_assets_path)
-    critic = read_hf_model(path, setting="critic.path", may_score=True)
-    critic.model_args.enable_weight_tying = policy.model_args.enable_weight_tying  # has no logits
-    found = list(_differences(policy, critic))
-    if found:
+    other = read_hf_model(path, setting=setting, may_score=may_score)
+    if may_score:  # it has no logits
+        other.model_args.enable_weight_tying = policy.model_args.enable_weight_tying
+    if found := list(_differences(policy, other)):
         raise ModelError(
-            f"critic.path ({path}) must hold the model of model.hf_assets_path ({policy.path}) with "
-            f"other weights, but their config.json files differ: {'; '.join(found)}. Choose a critic "
+            f"{setting} ({path}) must hold the model of model.hf_assets_path ({policy.path}) with "
+            f"other weights, but their config.json files differ: {'; '.join(found)}. Choose a {what} "
             "of the same architecture."
         )
 

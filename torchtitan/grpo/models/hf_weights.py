@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.collect import Collector, agree_on_assembly
 from torchtitan.grpo.models.decoder import is_tied
-from torchtitan.grpo.models.lora import export_peft, lora_scale, with_adapters
+from torchtitan.grpo.models.lora import export_peft, lora_scale, whole_folder, with_adapters
 from torchtitan.grpo.models.shards import in_buckets, local_block, local_tensor, named_parameters
 from torchtitan.grpo.system.dtypes import TORCH_DTYPE_MAP
 from torchtitan.grpo.system.files import sums_of, write_sums
@@ -175,18 +175,10 @@ def write_hf(
 
     Config and tokenizer files are copied from ``source``. An existing ``target`` is replaced.
     """
-    partial = target.with_name(target.name + ".partial")
-    try:
-        writer = _ShardWriter(partial, max_file_bytes)
-        for name, tensor in tensors:
-            writer.add(name, tensor.to("cpu").contiguous())
-        writer.finish()
+    with whole_folder(target) as partial:
+        _write_shards(tensors, partial, max_file_bytes)
         _copy_assets(source, partial, dtype)
         write_sums(partial / SUMS_FILE, sums_of(f for f in partial.iterdir() if f.is_file()))
-        shutil.rmtree(target, ignore_errors=True)
-        partial.rename(target)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)  # remains of a full disk
 
 
 def full_hf_tensors(
@@ -209,42 +201,35 @@ def full_hf_tensors(
         yield from adapter.to_hf({name: full}).items()
 
 
-class _ShardWriter:
-    def __init__(self, folder: Path, max_file_bytes: int) -> None:
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.parent.mkdir(exist_ok=True)
-        folder.mkdir()
-        self.folder, self.max_file_bytes = folder, max_file_bytes
-        self.pending: dict[str, torch.Tensor] = {}
-        self.pending_bytes = self.total_bytes = 0
-        self.written: list[list[str]] = []
+def _write_shards(
+    tensors: Iterable[tuple[str, torch.Tensor]], folder: Path, max_file_bytes: int
+) -> None:
+    """Writes tensors, of which only those of one file are in memory, and their index."""
+    names_in: list[list[str]] = []
+    pending: dict[str, torch.Tensor] = {}
+    pending_bytes = total_bytes = 0
 
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        if self.pending and self.pending_bytes + tensor.nbytes > self.max_file_bytes:
-            self._write()
-        self.pending[name] = tensor
-        self.pending_bytes += tensor.nbytes
+    def write() -> None:
+        part = folder / f"part-{len(names_in)}.safetensors"
+        save_file(pending, part, metadata={"format": "pt"})
+        names_in.append(list(pending))
+        pending.clear()
 
-    def _write(self) -> None:
-        file = self.folder / f"part-{len(self.written)}.safetensors"
-        save_file(self.pending, file, metadata={"format": "pt"})
-        self.written.append(list(self.pending))
-        self.total_bytes += self.pending_bytes
-        self.pending, self.pending_bytes = {}, 0
-
-    def finish(self) -> None:
-        self._write()
-        count, weight_map = len(self.written), {}
-        for index, names in enumerate(self.written):
-            file = f"model-{index + 1:05d}-of-{count:05d}.safetensors"
-            (self.folder / f"part-{index}.safetensors").rename(self.folder / file)
-            weight_map |= dict.fromkeys(names, file)
-        index_json = {"metadata": {"total_size": self.total_bytes}, "weight_map": weight_map}
-        (self.folder / INDEX_FILE).write_text(json.dumps(index_json, indent=2, allow_nan=False))
-        # The safetensors library lets only the owner read its files; here umask decides.
-        ordinary = (self.folder / INDEX_FILE).stat().st_mode
-        for file in self.folder.glob("*.safetensors"):
-            file.chmod(ordinary)
+    for name, tensor in tensors:
+        if pending and pending_bytes + tensor.nbytes > max_file_bytes:
+            write()
+            pending_bytes = 0
+        pending[name] = tensor.to("cpu").contiguous()
+        pending_bytes += tensor.nbytes
+        total_bytes += tensor.nbytes
+    write()
+    weight_map = {}
+    for index, names in enumerate(names_in):
+        file = f"model-{index + 1:05d}-of-{len(names_in):05d}.safetensors"
+        (folder / f"part-{index}.safetensors").rename(folder / file)
+        weight_map |= dict.fromkeys(names, file)
+    index_json = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+    (folder / INDEX_FILE).write_text(json.dumps(index_json, indent=2, allow_nan=False))
 
 
 def _copy_assets(source: Path, target: Path, dtype: torch.dtype) -> None:

@@ -293,18 +293,26 @@ def export_peft(
         peft_name(adapter, name): full.to("cpu").contiguous().clone() for name, full in collected
     }
     if is_writer:
-        partial = target.with_name(target.name + ".partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        target.parent.mkdir(exist_ok=True)
-        partial.mkdir()
-        try:
-            config = partial / "adapter_config.json"
-            config.write_text(json.dumps(peft_config(lora, base_model), indent=2, allow_nan=False))
-            weights = partial / "adapter_model.safetensors"
-            save_file(tensors, weights, metadata={"format": "pt"})
-            # The safetensors library lets only the owner read its files; here umask decides.
-            weights.chmod(config.stat().st_mode)
-            shutil.rmtree(target, ignore_errors=True)
-            partial.rename(target)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)  # remains of a full disk
+        with whole_folder(target) as partial:
+            config = json.dumps(peft_config(lora, base_model), indent=2, allow_nan=False)
+            (partial / "adapter_config.json").write_text(config)
+            save_file(tensors, partial / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+@contextmanager
+def whole_folder(target: Path) -> Iterator[Path]:
+    """Yields a folder that replaces ``target`` once it is complete, and is removed if it fails."""
+    partial = target.with_name(target.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    target.parent.mkdir(exist_ok=True)
+    partial.mkdir()
+    ordinary = partial.stat().st_mode & 0o666
+    try:
+        yield partial
+        # The safetensors library lets only the owner read its files; here umask decides.
+        for file in partial.glob("*.safetensors"):
+            file.chmod(ordinary)
+        shutil.rmtree(target, ignore_errors=True)
+        partial.rename(target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)  # remains of a full disk

@@ -104,27 +104,19 @@ class PackedAttention(nn.Module):
         enable_gqa: bool = False,
     ) -> torch.Tensor:
         """Takes q [rows, heads, seq, head_dim]; k and v have ``kv_heads`` in place of heads."""
+        group, whole = self.context_group, q
         if isinstance(q, DTensor):
             assert isinstance(k, DTensor) and isinstance(v, DTensor)
-            local = (q.to_local(), k.to_local(), v.to_local())
-            out = self._on_this_rank(*local, block_mask, scale)
-            return DTensor.from_local(out, q.device_mesh, q.placements, run_check=False)
-        return self._on_this_rank(q, k, v, block_mask, scale)
-
-    def _on_this_rank(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        mask: BlockMask,
-        scale: float | None,
-    ) -> torch.Tensor:
-        group = self.context_group
-        if group is None:
-            return self._attend(q, k, v, mask, scale)
-        k, v = (shareable_kv_heads(t, group.size()) for t in (k, v))
-        q, k, v = (scatter_heads(t, group) for t in (q, k, v))
-        return gather_heads(self._attend(q, k, v, mask, scale), group)
+            q, k, v = q.to_local(), k.to_local(), v.to_local()
+        if group is not None:
+            k, v = (shareable_kv_heads(t, group.size()) for t in (k, v))
+            q, k, v = (scatter_heads(t, group) for t in (q, k, v))
+        out = self._attend(q, k, v, block_mask, scale)
+        if group is not None:
+            out = gather_heads(out, group)
+        if isinstance(whole, DTensor):
+            return DTensor.from_local(out, whole.device_mesh, whole.placements, run_check=False)
+        return out
 
 
 _Attend = Callable[

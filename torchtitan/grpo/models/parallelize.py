@@ -228,9 +228,8 @@ def _apply_replication(
     if isinstance(model.output, ValueHead):
         replicate(model.output, mesh=mesh, mp_policy=_in_float32())
     replicate(model, mesh=mesh, mp_policy=policy)
-    if (
-        mesh.size() > 1
-    ):  # FSDP2 would divide by 1 what nothing divides, in a pass over all gradients
+    # On one rank, FSDP2 would divide by 1 what nothing divides, in a pass over all gradients.
+    if mesh.size() > 1:
         disable_fsdp_gradient_division(model)
 
 

@@ -120,17 +120,27 @@ class Trial:
 
     def measure_costs(self, row: Schedule, most_microbatches: int) -> Costs:
         with self._stages(row) as stages:
-            degree = self.config.parallelism.pipeline_parallel_degree
+            assumed = assumed_costs(self.config, len(stages))
             if row.divides_layers:
-                return self._measure_parts(stages, min(most_microbatches, 2 * degree))
-            schedule = self._schedule(row, stages, assumed_costs(self.config, len(stages)))
-            self._run(schedule, 2 * degree)
+                assumed = assumed_part_costs(self.config, self.model.model_args)
+            schedule = self._schedule(row, stages, assumed)
+            count = min(most_microbatches, 2 * self.config.parallelism.pipeline_parallel_degree)
+            self._run(schedule, count)
             timer = PassTimer(self.device)
-            for stage in stages:
-                stage.timer = timer
-            self._run(schedule, 2 * degree)
-            measure_hops(stages, stages[0].example_of_exchanges(), timer)
-            return average_costs(timer, range(len(stages) * degree), 1 / len(stages))
+            timed = [schedule] if isinstance(schedule, HelixSchedule) else stages
+            for one in timed:
+                one.timer = timer
+            self._run(schedule, count)
+            measure_hops(stages, timed[0].example_of_exchanges(), timer)
+            memory = 0.0 if row.divides_layers else 1 / len(stages)
+            measured = average_costs(timer, range(len(assumed.stages)), memory)
+        if not row.divides_layers:
+            return measured
+        parts = (
+            replace(stage, activation=a.activation, shared=a.shared)
+            for stage, a in zip(measured.stages, assumed.stages, strict=True)
+        )
+        return replace(measured, stages=tuple(parts))
 
     def may_use_parts(self, num_microbatches: int) -> bool:
         """Returns whether Helix can run, and holds as little as the configuration demands."""
@@ -142,20 +152,6 @@ class Trial:
         costs = assumed_part_costs(config, args)
         peak = simulate(helix(degree, num_microbatches, costs), costs).peak
         return peak <= config.grpo.pipeline_memory * degree
-
-    def _measure_parts(self, stages: list[LeanStage], num_microbatches: int) -> Costs:
-        assumed = assumed_part_costs(self.config, self.model.model_args)
-        schedule = helix_schedule(self.config, stages, lambda output, _: output.sum(), assumed)
-        self._run(schedule, num_microbatches)
-        schedule.timer = timer = PassTimer(self.device)
-        self._run(schedule, num_microbatches)
-        measure_hops(stages, schedule.example_of_exchanges(), timer)
-        measured = average_costs(timer, range(len(assumed.stages)), 0.0)
-        parts = (
-            replace(stage, activation=a.activation, shared=a.shared)
-            for stage, a in zip(measured.stages, assumed.stages, strict=True)
-        )
-        return replace(measured, stages=tuple(parts))
 
     def measure_pass(self, row: Schedule, measured: Costs, num_microbatches: int) -> float:
         """Returns the median time in seconds of a whole pass on the slowest rank."""

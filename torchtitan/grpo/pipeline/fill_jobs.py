@@ -116,7 +116,8 @@ class UserJob(FillJob):
         return False
 
     def close(self) -> None:
-        self._thread.close(self._end)
+        # A generator that waits at a ``yield`` leaves its contexts, on the thread that runs it.
+        self._thread.close(getattr(self._units, "close", lambda: None))
 
     def _run_unit(self) -> bool:
         if self._units is None:
@@ -127,12 +128,6 @@ class UserJob(FillJob):
             self._units = None
             return False
         return True
-
-    def _end(self) -> None:
-        """Lets a generator that waits at a ``yield`` leave its contexts."""
-        close = getattr(self._units, "close", None)
-        if close is not None:
-            close()
 
 
 class _RandomNumbers:

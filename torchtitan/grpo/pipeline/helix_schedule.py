@@ -30,7 +30,7 @@ from torch.distributed.pipelining.schedules import (
 
 from torchtitan.grpo.models.parallelize import BetweenMicrobatches
 from torchtitan.grpo.pipeline.lean_stage import LeanStage
-from torchtitan.grpo.pipeline.lowering import lower_passes
+from torchtitan.grpo.pipeline.lowering import lower
 from torchtitan.grpo.pipeline.mail import Mail
 from torchtitan.grpo.pipeline.pass_timer import Part, PassTimer
 from torchtitan.grpo.pipeline.simulate import simulate
@@ -99,7 +99,8 @@ class HelixSchedule:
         @cache
         def plan(num_microbatches: int) -> tuple[Table, list[_Action]]:
             table = make_table(num_microbatches)
-            return table, lower_passes(table, simulate(table, costs))[rank]
+            actions = lower(table, simulate(table, costs), has_collectives=False)
+            return table, actions[rank]
 
         self._plan = plan
         self._held: dict[tuple[int, int], Held] = {}

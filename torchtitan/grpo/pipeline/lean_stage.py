@@ -32,6 +32,7 @@ from torch.utils.checkpoint import GraphExecGroup
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.weight_grads import WeightGradients
 from torchtitan.grpo.pipeline.fill import GapFiller
+from torchtitan.grpo.pipeline.mail import begun
 from torchtitan.grpo.pipeline.offload import OffloadPlan
 from torchtitan.grpo.pipeline.pass_timer import Part, PassTimer
 
@@ -274,19 +275,14 @@ class LeanStage(PipelineStage):
         self._leaving = [work for work in self._leaving if not work.is_completed()]
         for op in operations:
             sent = dist.isend(op.tensor, group=op.group, group_dst=op.group_peer)
-            self._leaving.append(self._begun(sent))
+            self._leaving.append(begun(sent))
         return []
 
     def _receive(self, operations: list[dist.P2POp]) -> list[dist.Work]:
         return [
-            self._begun(dist.irecv(op.tensor, group=op.group, group_src=op.group_peer))
+            begun(dist.irecv(op.tensor, group=op.group, group_src=op.group_peer))
             for op in operations
         ]
-
-    @staticmethod
-    def _begun(work: dist.Work | None) -> dist.Work:
-        assert work is not None, "a rank outside the pipeline's group exchanged a tensor"
-        return work
 
 
 class _OnDemand(dict[int, tuple[_RecvInfo, ...]]):

@@ -62,11 +62,14 @@ def lower(
     simulation: Simulation,
     gaps: Sequence[GapNumbers] = (),
     offsets: Sequence[int] = (0,),
+    *,
+    has_collectives: bool = True,
 ) -> dict[int, list[_Action]]:
     """Returns each rank's actions, with exchanges of tensors and with FSDP's collectives.
 
     ``gaps`` has an entry for each microbatch in a gap; they are numbered after the others.
-    ``offsets`` are the numbers of the first stages of the models that are trained.
+    ``offsets`` are the numbers of the first stages of the models that are trained. Without
+    ``has_collectives``, whoever runs the actions gathers and reduces by itself.
     """
 
     def numbered(action: Action, kind: _ComputationType) -> _Action:
@@ -86,25 +89,11 @@ def lower(
     lowered = {}
     for rank, actions in enumerate(table.actions):
         passes = {numbered(action, _KINDS[action.kind]): action for action in actions}
-        gathered = _with_gathers(passes, gaps, keeps_all=len(table.first_stages) > 1)
-        reduced = _add_reduce_grad(gathered, table.num_microbatches)
-        lowered[rank] = _with_exchanges(reduced, passes, queues[rank], simulation)
-    return lowered
-
-
-def lower_passes(table: Table, simulation: Simulation) -> dict[int, list[_Action]]:
-    """Returns each rank's actions with exchanges of tensors alone."""
-    queues: list[list[tuple[float, _Action]]] = [[] for _ in table.actions]
-    for ready, sender, receiver in exchanges(table, simulation):
-        send, recv = (SEND_F, RECV_F) if sender.kind == "F" else (SEND_B, RECV_B)
-        for action, kind in ((sender, send), (receiver, recv)):
-            queues[table.rank(action)].append(
-                (ready, _Action(action.stage, kind, action.microbatch))
-            )
-    lowered = {}
-    for rank, actions in enumerate(table.actions):
-        passes = {_Action(a.stage, _KINDS[a.kind], a.microbatch): a for a in actions}
-        lowered[rank] = _with_exchanges(list(passes), passes, queues[rank], simulation)
+        following: Sequence[_Action | None] = list(passes)
+        if has_collectives:
+            gathered = _with_gathers(passes, gaps, keeps_all=len(table.first_stages) > 1)
+            following = _add_reduce_grad(gathered, table.num_microbatches)
+        lowered[rank] = _with_exchanges(following, passes, queues[rank], simulation)
     return lowered
 
 

@@ -35,7 +35,7 @@ class Mail:
         for tensor in self._here.pop(key):
             tensor = tensor.contiguous()
             work = dist.isend(tensor, group=self._group, group_dst=peer)
-            self._leaving.append((_begun(work), tensor))
+            self._leaving.append((begun(work), tensor))
 
     def receive(
         self, key: Key, shapes: Sequence[tuple[torch.Size, torch.dtype]], peer: int
@@ -44,7 +44,7 @@ class Mail:
         tensors = tuple(torch.empty(s, dtype=dtype, device=self._device) for s, dtype in shapes)
         self._here[key] = tensors
         self._arriving[key] = [
-            _begun(dist.irecv(tensor, group=self._group, group_src=peer)) for tensor in tensors
+            begun(dist.irecv(tensor, group=self._group, group_src=peer)) for tensor in tensors
         ]
 
     def finish(self) -> None:
@@ -54,6 +54,6 @@ class Mail:
         assert not self._here, f"nobody took the tensors for {list(self._here)}"
 
 
-def _begun(work: dist.Work | None) -> dist.Work:
+def begun(work: dist.Work | None) -> dist.Work:
     assert work is not None, "a rank outside the pipeline's group exchanged a tensor"
     return work

@@ -55,9 +55,9 @@ class PassTimer:
 
     @contextmanager
     def measure(self, stage: int, part: Part) -> Iterator[None]:
-        begin = self._mark()
+        begin = self._clock.mark()
         yield
-        self._marks[stage, part].append((begin, self._mark()))
+        self._marks[stage, part].append((begin, self._clock.mark()))
 
     def medians(self) -> dict[tuple[int, Part], float]:
         """Returns seconds by stage and part. I and B do not include R."""
@@ -65,9 +65,6 @@ class PassTimer:
             key: statistics.median(self._clock.seconds(*marks) for marks in every)
             for key, every in self._marks.items()
         }
-
-    def _mark(self) -> Any:
-        return self._clock.mark()
 
 
 def average_costs(

@@ -5,6 +5,7 @@
 
 import argparse
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 from torchtitan.grpo.command_line import ConfigError
@@ -31,8 +32,11 @@ from torchtitan.grpo.pipeline.tables.helix import helix, part_costs
 
 def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="torchtitan-grpo schedule X.toml", allow_abbrev=False)
+    time = _number("a time must be a finite number above 0", lambda value: 0 < value < math.inf)
+    delay = _number("the time must be a finite number from 0", lambda value: 0 <= value < math.inf)
+    share = _number("the share must be between 0 and 1", lambda value: 0 < value < 1)
     parser.add_argument(
-        "--times", nargs=3, type=_time, metavar=("F", "I", "W"),
+        "--times", nargs=3, type=time, metavar=("F", "I", "W"),
         help="times of a microbatch's forward pass, input gradients and weight gradients on one "
         "rank (default: typical times for the configured activation checkpointing)",
     )  # fmt: skip
@@ -42,48 +46,32 @@ def options() -> argparse.ArgumentParser:
         "completions (default: four for each rank)",
     )  # fmt: skip
     parser.add_argument(
-        "--hop",
-        type=_delay,
-        default=0.0,
-        help="time to send a tensor between ranks (default: 0)",
+        "--hop", type=delay, default=0.0, help="time to send a tensor between ranks (default: 0)"
     )
     parser.add_argument(
-        "--attention",
-        type=_share,
-        default=0.5,
-        metavar="SHARE",
+        "--attention", type=share, default=0.5, metavar="SHARE",
         help="share of F and I that attention takes, which Helix computes apart; it grows with "
         "the length of rows (default: 0.5)",
-    )
+    )  # fmt: skip
     parser.add_argument(
         "--picture", type=Path, metavar="FILE.png", help="draw all schedules into this file"
     )
     return parser
 
 
-def _time(text: str) -> float:
-    if not 0 < (value := _number(text)) < math.inf:
-        raise argparse.ArgumentTypeError(f"a time must be a finite number above 0, got {text!r}")
-    return value
+def _number(what: str, fits: Callable[[float], bool]) -> Callable[[str], float]:
+    """Returns a parser of numbers, whose error begins with ``what``."""
 
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not fits(value):
+            raise argparse.ArgumentTypeError(f"{what}, got {text!r}")
+        return value
 
-def _delay(text: str) -> float:
-    if not 0 <= (value := _number(text)) < math.inf:
-        raise argparse.ArgumentTypeError(f"the time must be a finite number from 0, got {text!r}")
-    return value
-
-
-def _share(text: str) -> float:
-    if not 0 < (value := _number(text)) < 1:
-        raise argparse.ArgumentTypeError(f"the share must be between 0 and 1, got {text!r}")
-    return value
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
+    return parse
 
 
 def _count(text: str) -> int:

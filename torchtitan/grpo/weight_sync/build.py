@@ -36,7 +36,7 @@ from torchtitan.grpo.upstream.state_dict import BaseStateDictAdapter
 from torchtitan.grpo.weight_sync.gather import Agent, Gatherer, agree_on_push
 from torchtitan.grpo.weight_sync.lane import Listeners
 from torchtitan.grpo.weight_sync.leader import Leader, LeaderParts, max_alive
-from torchtitan.grpo.weight_sync.memory_plan import memory_of, wire_dtype
+from torchtitan.grpo.weight_sync.memory_plan import adapter_of_push, memory_of, wire_dtype
 from torchtitan.grpo.weight_sync.payloads import PayloadPool
 from torchtitan.grpo.weight_sync.publisher import WeightPublisher
 from torchtitan.grpo.weight_sync.slot_layout import PushPlan, Shards, SnapshotSlots
@@ -67,10 +67,17 @@ def build_publisher(
     sync = config.weight_sync
     parameters = dict(named_parameters(model_parts))
     on_gpu = device.type == "cuda"
-    plan, adapter = _agree_on_plan(config, parameters, adapter, contiguous=on_gpu)
+    adapter = adapter_of_push(config, adapter)
+    adapters_only = isinstance(adapter, PeftStateDictAdapter)
+    plan = agree_on_push(
+        parameters, adapter, wire_dtype(config), sync.bucket_bytes,
+        adapters_only=adapters_only, max_sources=sync.max_sources, contiguous=on_gpu,
+    )  # fmt: skip
     make_transport = _make_disk_transport if sync.transport == "disk" else _make_group_transport
     transport: Transport[Any] = make_transport(config, plan, device)
-    max_held = _agree_on_held(sync, len(servers))
+    agreed = [max_alive(sync, len(servers))]  # servers that join later are not counted
+    dist.broadcast_object_list(agreed, src=0)
+    (max_held,) = agreed
     if link is not None:  # logged before the memory is allocated
         memory = memory_of(plan, sync, max_held, len(servers)).describe(on_gpu=on_gpu)
         logger.info(f"Weight sync: {plan.wire_dtype} {transport.describe()}; {'; '.join(memory)}.")
@@ -90,14 +97,14 @@ def build_publisher(
     if link is not None:
         assert isinstance(slots, SlotTable)
         parts = _leader_parts(config, plan, agent, sender, channel, transport)
+        # A server adds adapters to what it serves.
+        sent = None if adapters_only else _sent_tensors(plan, parts.sources)
+        tolerances = tolerances_of(plan.wire_dtype, sync.attest_tolerance)
+        tokens = attested_tokens(config, vocab_size)
         attestation = Attestation(
-            every=sync.attest_every,
-            tokens=attested_tokens(config, vocab_size),
-            probes=probes,
-            tolerances=tolerances_of(plan.wire_dtype, sync.attest_tolerance),
-            timeout_seconds=sync.timeout_seconds,
-            sent=_sent_tensors(config, plan, parts.sources),
-        )
+            every=sync.attest_every, tokens=tokens, probes=probes, tolerances=tolerances,
+            timeout_seconds=sync.timeout_seconds, sent=sent,
+        )  # fmt: skip
         make_leader = functools.partial(
             _make_leader, sync, slots, parts, attestation, link, servers
         )
@@ -123,34 +130,8 @@ def client_for(inference: Inference, server: ServerInfo) -> InferenceClient:
     )
 
 
-def _agree_on_plan(
-    config: JobConfig,
-    parameters: dict[str, torch.Tensor],
-    adapter: BaseStateDictAdapter,
-    *,
-    contiguous: bool,
-) -> tuple[PushPlan, BaseStateDictAdapter]:
-    """Returns the plan of the push, and the state-dict adapter that gives the names; collective."""
-    sync = config.weight_sync
-    adapters_only = config.lora.rank > 0 and config.lora.push == "adapters"
-    if adapters_only:
-        adapter = PeftStateDictAdapter(adapter, config.model.hf_assets_path)
-    plan = agree_on_push(
-        parameters, adapter, wire_dtype(config), sync.bucket_bytes,
-        adapters_only=adapters_only, max_sources=sync.max_sources, contiguous=contiguous,
-    )  # fmt: skip
-    return plan, adapter
-
-
 def _patience_seconds(sync: WeightSync) -> float:
     return 10 * sync.timeout_seconds + 600
-
-
-def _agree_on_held(sync: WeightSync, num_servers: int) -> int:
-    """Returns how many slots may be HELD; collective. Servers that join later are not counted."""
-    max_held = [max_alive(sync, num_servers)]
-    dist.broadcast_object_list(max_held, src=0)
-    return max_held[0]
 
 
 def _make_pool(sync: WeightSync, plan: PushPlan, slots: SnapshotSlots) -> PayloadPool | None:
@@ -188,12 +169,7 @@ def _leader_parts(
     )
 
 
-def _sent_tensors(
-    config: JobConfig, plan: PushPlan, sources: Sequence[Agent]
-) -> SentTensors | None:
-    if config.lora.rank > 0 and config.lora.push == "adapters":
-        return None  # the server adds what is sent to what it serves
-
+def _sent_tensors(plan: PushPlan, sources: Sequence[Agent]) -> SentTensors:
     async def checksums(version: int) -> dict[str, int]:
         parts = await asyncio.gather(*(source.checksums(version) for source in sources))
         return {name: checksum for part in parts for name, checksum in part.items()}

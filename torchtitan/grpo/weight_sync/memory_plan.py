@@ -113,9 +113,7 @@ def predict_memory(
     columns lie in a slot twice. And a rank may have less to send than one bucket holds.
     """
     sync, degree = config.weight_sync, config.parallelism.tensor_parallel_degree
-    adapters_only = config.lora.rank > 0 and config.lora.push == "adapters"
-    if adapters_only:
-        adapter = PeftStateDictAdapter(adapter, config.model.hf_assets_path)
+    adapter = adapter_of_push(config, adapter)
     ranks_of = _ranks_by_name(config, shapes, num_ranks)
     assemblies = [
         _assembly(name, shapes[name], degree, ranks_of[name])
@@ -123,7 +121,7 @@ def predict_memory(
     ]
     plan = plan_push(
         assemblies, adapter, wire_dtype(config), sync.bucket_bytes, SourceLimits(sync.max_sources),
-        adapters_only=adapters_only, contiguous=on_gpu,
+        adapters_only=isinstance(adapter, PeftStateDictAdapter), contiguous=on_gpu,
     )  # fmt: skip
     return memory_of(plan, sync, max_alive(sync, num_servers), num_servers)
 
@@ -142,6 +140,13 @@ def describe_placement(config: JobConfig, num_layers: int) -> Iterator[str]:
             f"parallelism.pipeline_parallel_schedule = {AUTO!r}; other placements divide the "
             "weights among the ranks in other ways, so that the figures may differ slightly)"
         )
+
+
+def adapter_of_push(config: JobConfig, adapter: BaseStateDictAdapter) -> BaseStateDictAdapter:
+    """Returns the state-dict adapter that names what is sent: the model's, or one with PEFT's names."""
+    if config.lora.rank > 0 and config.lora.push == "adapters":
+        return PeftStateDictAdapter(adapter, config.model.hf_assets_path)
+    return adapter
 
 
 def wire_dtype(config: JobConfig) -> torch.dtype:

@@ -10,7 +10,7 @@ import pytest
 
 from torchtitan.grpo.pipeline.choice import assumed_part_costs
 from torchtitan.grpo.pipeline.helix_limits import helix_model_problems
-from torchtitan.grpo.pipeline.lowering import lower_passes
+from torchtitan.grpo.pipeline.lowering import lower
 from torchtitan.grpo.pipeline.simulate import simulate
 from torchtitan.grpo.pipeline.stages import rank_of_parameter, stage_modules, stage_ranks
 from torchtitan.grpo.pipeline.tables.actions import Action, Table
@@ -57,7 +57,7 @@ def test_ranks_that_wait_in_each_exchange_for_the_other_side_finish(num_ranks, n
     costs = costs_of(num_layers)
     table = helix(num_ranks, count, costs)
     queues = []
-    for actions in lower_passes(table, simulate(table, costs)).values():
+    for actions in lower(table, simulate(table, costs), has_collectives=False).values():
         queue = []
         for action in actions:
             kind, _, direction = action.computation_type.name.rpartition("_")
