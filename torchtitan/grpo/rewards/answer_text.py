@@ -56,10 +56,18 @@ _LEAD_IN = re.compile(
     r"(?:\bis\b\s*:?|\bequals\b|:|=)\s*(?P<closed>\}?)\s*(?=\S)",
     re.IGNORECASE,
 )
-# What TeX takes for an argument, which it then ends: braces, a command, or one character.
-_ARGUMENT = r"\s*(?:\{((?:[^{}]|\{[^{}]*\})*)\}|(\\[A-Za-z]+|[^\s\\{}]))"
-_TWO_ARGUMENTS = re.compile(rf"\\([dtc]?frac|[dt]?binom)(?![A-Za-z]){_ARGUMENT}{_ARGUMENT}")
-_LOG_BASE = re.compile(rf"\\log\s*_{_ARGUMENT}")
+# Colors, sizes and fonts, which change no value. Braces around what they apply to stay.
+_STYLE = re.compile(
+    rf"\\(?:text)?color(?:box)?\s*+(?:\[[^\[\]]*\]\s*+)?\{{[^{{}}]*\}}|{TEXT_COMMAND}(?![A-Za-z]|\s*\{{)|"
+    r"\\(?:bold(?:symbol)?|bm|pmb|em(?:ph)?|underline|ensuremath|hbox|text(?:tt|sf|sc|up|sl)|math(?:sf|tt|normal)|"
+    r"(?:bf|it|rm|sf|sl|tt)(?:series|shape|family)?|tiny|small|normalsize|[lL]arge|LARGE|[hH]uge|"
+    r"(?:display|text|(?:script){1,2})style)(?![A-Za-z])"
+)
+_WORDS_IN_FONT = re.compile(r"\{\s*\\(?:bf|it|rm|sf|sl|tt|em)(?=[\s{}][A-Za-z\s]+\})")
+_TOKEN = re.compile(r"([\s~]*)(\\[A-Za-z]+|\\.|.|\Z)", re.DOTALL)
+_TWO_ARGUMENTS = re.compile(r"\\(?:(?:[dtcsx]|nice)?frac|[dt]?binom)")
+_ONE_ARGUMENT = ("\\sqrt", "\\mathbb")
+_BETWEEN = {"\\over": "frac", "\\choose": "binom"}
 _SPACES = re.compile(r"(?:\\[,;:! ]|\\q?quad(?![A-Za-z])|~|\s)+")
 _MATRIX = re.compile(r"\\begin|\\\\")
 
@@ -110,7 +118,8 @@ def as_latex(answer: str) -> str:
 
     Example: ``**½**`` becomes ``\frac{1}{2}``, and ``1.2e3`` becomes ``1.2\cdot 10^{3}``.
     """
-    text = _without_markup(answer.strip())
+    text = _STYLE.sub(" ", _WORDS_IN_FONT.sub(r"\\text{", answer))
+    text = _without_markup(text.strip())
     if len(text) <= _MAX_CHARACTERS:
         text = without_thousands_separators(text)
         for pattern in _REPEATING:
@@ -118,15 +127,52 @@ def as_latex(answer: str) -> str:
     text = _unicode_as_latex(text)
     for pattern, latex in _PLAIN_TEXT:
         text = pattern.sub(latex, text)
-    text = _LOG_BASE.sub(lambda log: f"\\log_{{{log[1] or log[2]}}} ", with_braces(text))
+    text = with_braces(text)
     return text if _MATRIX.search(text) else _SPACES.sub(" ", text).strip()
 
 
 def with_braces(text: str) -> str:
-    r"""Puts braces around both arguments: ``\frac 1 2`` and ``\frac1{2}`` are ``\frac{1}{2}``."""
-    return _TWO_ARGUMENTS.sub(
-        lambda m: f"\\{m[1]}{{{m[2] or m[3] or ''}}}{{{m[4] or m[5] or ''}}}", text
-    )
+    r"""Puts braces around arguments: ``\frac1\sqrt2`` is ``\frac{1}{\sqrt{2}}``.
+
+    These are the arguments of fractions, binomials and roots, the bases of logarithms, and indices and
+    exponents that are commands with arguments. ``1 \over 2`` becomes a fraction too.
+    """
+    if "\\" not in text:
+        return text
+    blanks, tokens = map(list, zip(("", "{"), *_TOKEN.findall(text), ("", "}"), strict=True))
+    # From the end. What follows in each open group are spans of tokens, the nearest last, the group's end first.
+    groups, between = [[(-1, -1)]], {}
+    for start in reversed(range(len(tokens))):
+        token, end, following = tokens[start], start, groups[-1]
+        if token == "}":
+            groups.append([(start, start)])
+            continue
+        if token == "{" and len(groups) > 1:
+            _, end = groups.pop()[0]
+            if end in between:
+                at = between.pop(end)
+                tokens[start], tokens[end] = f"{{\\{_BETWEEN[tokens[at]]}{{", "}}"
+                tokens[at] = "}{"
+        elif token in _BETWEEN:
+            between[following[0][0]] = start
+        elif token == "\\sqrt" and tokens[following[-1][0]] == "[":
+            while len(following) > 1 and tokens[following.pop()[0]] != "]":
+                pass
+        first, last = following[-1]
+        is_base = token in ("^", "_") and first < last and tokens[first].startswith("\\")
+        is_base |= token == "_" and tokens[start - 1] == "\\log"
+        number = 2 if _TWO_ARGUMENTS.fullmatch(token) else int(is_base or token in _ONE_ARGUMENT)
+        for _ in range(min(number, len(following) - 1)):
+            first, end = following.pop()
+            blanks[first] = ""
+            if not tokens[first].startswith("{"):
+                tokens[first] = "{" + tokens[first]
+                tokens[end] += "}"
+        if token.endswith("frac"):
+            tokens[start] = "\\frac"
+        if token:
+            groups[-1].append((start, end))
+    return "".join(map("".join, zip(blanks, tokens, strict=True)))[1:-1]
 
 
 def _without_markup(text: str) -> str:

@@ -21,8 +21,8 @@ Completion = str | list[dict[str, str]]
 
 _PART = r"((?:(?!</?(?:think|answer)>).)*)"  # without another tag
 _THINK_ANSWER = re.compile(rf"\s*<think>{_PART}</think>\s*<answer>{_PART}</answer>\s*", re.DOTALL)
-# Fillers of Hangul, blanks of Braille and of hieroglyphs, and a note without a head.
-_BLANK = "\u115f\u1160\u3164\uffa0\u2800\U00013441\U00013442\U0001d159"
+# Fillers of Hangul, blanks of Braille and of hieroglyphs, a note without a head, and the mark of an object.
+_BLANK = "\u115f\u1160\u3164\uffa0\ufffc\u2800\U00013441\U00013442\U0001d159"
 
 
 def exact_match(

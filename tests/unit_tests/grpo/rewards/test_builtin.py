@@ -56,7 +56,7 @@ def test_think_answer_tags_wants_the_whole_form(completion, expected):
 
 
 INVISIBLE = ["\u200b", "\u2060", "\ufeff", "\u00ad", "\x00", "\ufe0f", "\U000e0101", "\u180e", "\u034f", "\u3164",
-             "\u115f", "\uffa0", "\u2800", "\u202e", "\U000e0041", "\x1b", "\u2028", "\u0301", "\u2065", "\U0001d159"]  # fmt: skip
+             "\u115f", "\uffa0", "\u2800", "\u202e", "\U000e0041", "\x1b", "\u2028", "\u0301", "\u2065", "\U0001d159", "\ufffc"]  # fmt: skip
 
 
 @pytest.mark.parametrize("character", INVISIBLE, ids=ascii)
