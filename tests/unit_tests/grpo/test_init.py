@@ -24,7 +24,12 @@ from torchtitan.grpo.init_config.columns import Columns, Source, choose_columns,
 from torchtitan.grpo.init_config.command import _summary
 from torchtitan.grpo.init_config.machine import Machine, count_parameters
 from torchtitan.grpo.init_config.prompt_form import PromptForm, answer_tokens, choose_form, measure
-from torchtitan.grpo.init_config.reward_choice import RewardChoice, ask_briefly, choose_reward
+from torchtitan.grpo.init_config.reward_choice import (
+    RewardChoice,
+    ask_briefly,
+    choose_reward,
+    say_form,
+)
 from torchtitan.grpo.init_config.settings import Findings, choose_settings, choose_sizes
 from torchtitan.grpo.init_config.toml_file import text_value
 from torchtitan.grpo.models.hf_config import HFModel, read_hf_model
@@ -138,6 +143,13 @@ def test_columns_and_rewards_are_known_by_the_rows(
         (["It rained in 1990 for days.", "It snowed in 1991 for days."], "exact_match"),
         (["x^2", "2x+1"], "boxed_math"), (["\\frac{1}{2}", "\\frac{1}{3}"], "boxed_math"), (["A", "B"], "boxed_math"),
         (["3/4", "7/8"], "boxed_math"), (["12 kg", "5 kg"], "boxed_math"), (["(1, 2)", "(2, 3)"], "boxed_math"),
+        (["12\\text{ square feet}", "5\\text{ units}"], "boxed_math"), (["5 square feet", "60 miles per hour"], "boxed_math"),
+        (["x = 3 or x = 4", "sin(x)+3"], "boxed_math"), (["(-\\infty, 3]", "2\\pi \\text{ inches}"], "boxed_math"),
+        (["\\begin{pmatrix}1\\\\2\\end{pmatrix}", "1e5"], "boxed_math"), (["1011_2", "$5 million"], "boxed_math"),
+        *(([text, text.replace("3", "4")], "exact_match") for text in (
+            "https://example.com/3", "user3@example.com", "print(x[3])", "return a + 3", '{"a": 3}', "Room 3B", "COVID-3", "He bought 3 apples",
+            "a3b9", "Nf3", "x[3]", "3rd", "v1.2.3", "192.168.0.3", "C:\\Temp\\a3", "#ff3", "{'a': 3}", "x += 3", "go to 3", "Windows 3", "H3O",
+        )),
     ],
 )  # fmt: skip
 def test_answers_are_compared_as_mathematics_only_if_they_are(answers, function):
@@ -230,6 +242,18 @@ def test_held_out_rows_are_not_trained_on(folder, tmp_path, monkeypatch, capsys)
 
 
 SYSTEM = {"role": "system", "content": "Be kind."}
+
+
+@pytest.mark.parametrize(
+    ("text", "is_said"),
+    [
+        ("#### Question\n2 + 2?", False), ("Two boxed sets hold 4 each.", False), ("Read.\n  #### Task\n2 + 2?", False), ("##### 1", False),
+        ("2 + 2? Use \\boxed{}.", True), ("2 + 2? End with #### and the number.", True), ("2 + 2?\n#### <number>", True), ("End with '#### 5'", True),
+    ],
+)  # fmt: skip
+def test_headings_and_boxes_of_a_question_do_not_say_the_form(text, is_said):
+    assert say_form(Columns("prompt", [text] * 3)) is is_said
+    assert say_form(Columns("prompt", [[SYSTEM, user(text)]] * 3)) is is_said
 
 
 @pytest.mark.parametrize(

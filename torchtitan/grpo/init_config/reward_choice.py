@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from torchtitan.grpo.init_config.columns import MOST, Columns
+from torchtitan.grpo.rewards.answer_text import TEXT
 from torchtitan.grpo.rewards.final_answers import is_number, read_expected
 from torchtitan.grpo.rewards.reward_loading import load_function
 from torchtitan.grpo.rollout.prompts.prompt_set import num_characters
@@ -20,13 +21,21 @@ enough for that), as nothing but the answer, or in a form that only the user's o
 _MISTAKEN = 0.05
 _LONGEST_BARE = 200
 _SHORT_QUESTION = 64  # characters; those of GSM8K have 230
-_MARKS = ("boxed", "####")
+# What says where the answer is to be. A heading of Markdown does not.
+_MARKS = re.compile(r"\\(?:boxed|fbox)|####\s*[<\[{]|(?<=[^\s#])[^\S\n]*+####(?!#)")
 # Characters of an answer besides its result, such as those of "The answer is", if it is nothing else.
 _LEAD_IN = 16
-# Mathematics is a letter, or has a digit or a command, and is no sentence of four words. Words would be
-# read as products of letters: "listen" would equal "silent".
-_MATHEMATICS = re.compile(
-    r"(?!(?:.*(?<!\\)\b[a-z]{2,}\b){4})(.*[\d\\^=]|\W*[a-z]\W*$)", re.IGNORECASE | re.DOTALL
+# Mathematics is a letter, or has a digit or a command. Words would be read as products of letters: "listen"
+# would equal "silent". They may be names of functions, or stand in LaTeX or, as units, at the end.
+_NAMES = re.compile(
+    rf"{TEXT.pattern}|\\(?:begin|end)\s*\{{[^{{}}]*\}}|(?<!:)\\[A-Za-z]+|(?<=[\d)}}%])\s*[A-Za-z]+(?:\s[A-Za-z]+){{,2}}$|"
+    r"(?<![^\W\d_])(?:(?:arc)?(?:sin|cos|tan|cot|sec|csc)h?|log|ln|lg|exp|sqrt|abs|max|min|mod|gcd|lcm|infinity|pi|and|or)(?![^\W\d_])"
+)
+_MATHEMATICS = re.compile(r"(?!.*\d(?:st|nd|rd|th)\b)(?:.*[\d^=\\]|\W*[A-Za-z]\W*$)", re.DOTALL)
+# Words, and what else addresses, programs, versions, and names with digits have.
+_NO_MATHEMATICS = re.compile(
+    r"[^\W\d_]{3}|[A-Za-z]{2}\s+[A-Za-z]{2}|(?<!\d)[A-Za-z]\d|\d[A-DF-Za-df-z]\d|\d\.\d+\.\d|\w\[|"
+    r"[@\"`“”„]|(?<![\w')}])'|(?<!\\)#|://|:\\|==|[-+*/]="
 )
 # What the end of a prompt that is to be continued with the bare answer looks like.
 _OPENING = (":", ">", "=", "→")
@@ -55,7 +64,8 @@ def opens_answer(columns: Columns) -> bool:
 
 def say_form(columns: Columns) -> bool:
     """Whether prompts say already where the answer is to be."""
-    num_said = sum(any(mark in str(text) for mark in _MARKS) for text in columns.texts)
+    parts = ([t] if isinstance(t, str) else [m["content"] or "" for m in t] for t in columns.texts)
+    num_said = sum(_MARKS.search("\n".join(contents)) is not None for contents in parts)
     return 2 * num_said >= len(columns.texts)
 
 
@@ -79,8 +89,7 @@ def choose_reward(columns: Columns, *, has_template: bool) -> RewardChoice:
         return _none("no column is known to hold right answers")
     answers = columns.answers
     golds = [found[0] if found else "" for found in answers]
-    num_formulas = sum(_MATHEMATICS.match(read_expected(gold)) is not None for gold in golds)
-    are_formulas = num_formulas >= MOST * len(golds)
+    are_formulas = sum(map(_is_mathematics, golds)) >= MOST * len(golds)
     # They have marks of their own.
     if are_formulas and (found := _judged("boxed_math", golds, answers, "boxed")):
         return found
@@ -101,6 +110,12 @@ def choose_reward(columns: Columns, *, has_template: bool) -> RewardChoice:
     return _none(
         f"no built-in reward tells the right answers in {columns.answer!r} from those of other rows"
     )
+
+
+def _is_mathematics(gold: str) -> bool:
+    text = read_expected(gold).strip()
+    is_formula = _MATHEMATICS.match(text) is not None
+    return is_formula and not _NO_MATHEMATICS.search(_NAMES.sub(" ", text))
 
 
 def _none(reason: str) -> RewardChoice:

@@ -265,7 +265,10 @@ def test_the_final_answer_is_found(text):
 
 
 BLANKS = [
-    *(f"\\a{part * 20_000}" for part in ("\\sqrt", "\\sqrt[", "\\frac", "{\\over", "\\color{", "{\\bf ", "^\\frac")),
+    *(
+        f"\\a{part * 20_000}"
+        for part in ("\\sqrt", "\\sqrt[", "\\frac", "{\\over", "\\color{", "{\\bf ", "^\\frac")
+    ),
     "answer is " + " " * 100_000,
     "answer is" + " " * 100_000 + "5",
     "5" + " " * 100_000 + "x",
