@@ -74,13 +74,16 @@ def hint_for(key: str, known: Collection[str], siblings: Collection[str], mark: 
     if answer := answer_to(key):
         return answer
     table, _, name = key.rpartition(".")
-    if same_name := [k for k in known if k.rpartition(".")[2] == name]:
-        near = difflib.get_close_matches(key, same_name, n=2, cutoff=0.0)
-        return f"There is {' and '.join(near)}: is it in the wrong table?"
-    if near := difflib.get_close_matches(name, siblings, n=1, cutoff=0.7):
-        return f"Did you mean {mark}{table + '.' if table else ''}{near[0]}?"
-    if near := difflib.get_close_matches(key, known, n=1, cutoff=0.7):
-        return f"The nearest key is {near[0]}."
+    last_parts = {k.rpartition(".")[2] for k in known}
+    similar = difflib.get_close_matches(name, last_parts, n=1, cutoff=0.85)
+    for near in similar or difflib.get_close_matches(name, siblings, n=1, cutoff=0.75):
+        if near in siblings:
+            return f"Did you mean {mark}{table + '.' if table else ''}{near}?"
+        of_name = [k for k in known if k.rpartition(".")[2] == near]
+        keys = " and ".join(difflib.get_close_matches(key, of_name, n=2, cutoff=0.0))
+        if near == name:
+            return f"There is {keys}: is it in the wrong table?"
+        return f"The nearest key is {keys}."
     return (
         "No key has a similar name: see --help, or docs/other-names.md for those of other systems."
     )

@@ -106,6 +106,11 @@ OTHER = """
 [actor_rollout_ref.actor] strategy = 'x' | actor_rollout_ref | [grpo], [optimizer]
 [trainer] project_name = 'x' | trainer.project_name | WANDB_PROJECT
 [grpo] temperature = 1 | grpo.temperature | There is rollout.temperature
+[grpo] temprature = 1 | grpo.temprature | The nearest key is rollout.temperature
+[grpo] num_server = 1 | grpo.num_server | The nearest key is inference.num_servers.
+[grpo] compile = true | grpo.compile | compile.enable
+[grpo] gamma = 1.0 | grpo.gamma | There is critic.gamma: is it in the wrong table?
+[grpo] group_sise = 8 | grpo.group_sise | Did you mean grpo.group_size?
 learning_rate = 1e-6 | learning_rate | optimizer.lr
 """
 
@@ -158,6 +163,16 @@ torchtitan's fork: sglang_urls inference.urls, sglang_tp inference.tensor_parall
 verl, slime, OpenRLHF, NeMo-RL: free_cache_engine inference.lend, colocate_all_models inference.lend, partial_rollout rollout.overdue,
   ring_attn_size parallelism.context_parallel_degree, remote_rm_url 'judge', val_before_train evaluation.path, ratio_clip_max grpo.clip_high,
   calculate_per_token_loss grpo.aggregation, max_ckpt_num checkpoint.keep_latest_k, use_liger_loss grpo.logprob_chunk_tokens
+several systems: num_learners --nproc, num_gpus --gpus, num_gpus_per_node --nproc, devices --gpus, zero_level ZeRO-3, zero_optimization ZeRO-3,
+  hybrid_shard parallelism.data_parallel_replicate_degree, sharding_strategy parallelism.data_parallel_shard_degree, hsdp HSDP,
+  dp parallelism.data_parallel_shard_degree, ep parallelism.expert_parallel_degree, cp parallelism.context_parallel_degree,
+  pp parallelism.pipeline_parallel_degree, vllm_tp inference.tensor_parallel_size, sglang_tp_size inference.tensor_parallel_size,
+  sglang_dp inference.num_servers, torch_compile compile.enable, flash_attn grpo.packed_attention, resume_from checkpoint.enable,
+  wandb_entity WANDB_TEAM, sync_interval rollout.max_head_offpolicyness, staleness rollout.max_head_offpolicyness,
+  async_level rollout.max_head_offpolicyness, warmup lr_scheduler.warmup_steps, min_lr lr_scheduler.min_lr_factor,
+  lr_decay_steps lr_scheduler.decay_ratio, enable_thinking prompts.chat_template_kwargs, chat_template prompts.chat_template_kwargs,
+  tools rollout.environment, tool_call_parser form, lambda critic.gae_lambda, value_lr critic.lr, kl_loss_weight grpo.kl_coef,
+  adamw_eps optimizer.eps, reward_coef reward.weights, rm_path 'judge', reward_model_path 'judge', ref_path grpo.ref_model_path
 """
 
 
@@ -172,7 +187,11 @@ def test_names_of_every_known_system_lead_to_what_there_is(prefix):
 
 
 @pytest.mark.parametrize(
-    "name", ["pos_shift", "frobnicate", "xyz", "warp_factor", "kv_dropout_mode"]
+    "name",
+    [
+        *("pos_shift", "frobnicate", "xyz", "warp_factor", "kv_dropout_mode", "loss_weight"),
+        *("num_horses", "prompt_path", "top_n", "sglang_cp", "dropout_coef", "path_of_data"),
+    ],
 )
 def test_a_name_that_is_like_no_other_gets_no_wrong_lead(name):
     with pytest.raises(ConfigError, match=r"No key has a similar name.*docs/other-names\.md"):
