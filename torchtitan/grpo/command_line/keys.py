@@ -75,13 +75,14 @@ def hint_for(key: str, known: Collection[str], siblings: Collection[str], mark: 
         return answer
     table, _, name = key.rpartition(".")
     last_parts = {k.rpartition(".")[2] for k in known}
+    name = name.removeprefix("no_")  # of a flag
     similar = difflib.get_close_matches(name, last_parts, n=1, cutoff=0.85)
     for near in similar or difflib.get_close_matches(name, siblings, n=1, cutoff=0.75):
         if near in siblings:
             return f"Did you mean {mark}{table + '.' if table else ''}{near}?"
         of_name = [k for k in known if k.rpartition(".")[2] == near]
         keys = " and ".join(difflib.get_close_matches(key, of_name, n=2, cutoff=0.0))
-        if near == name:
+        if near == key.rpartition(".")[2]:
             return f"There is {keys}: is it in the wrong table?"
         return f"The nearest key is {keys}."
     return (

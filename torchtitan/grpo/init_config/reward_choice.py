@@ -114,8 +114,7 @@ def choose_reward(columns: Columns, *, has_template: bool) -> RewardChoice:
 
 def _is_mathematics(gold: str) -> bool:
     text = read_expected(gold).strip()
-    is_formula = _MATHEMATICS.match(text) is not None
-    return is_formula and not _NO_MATHEMATICS.search(_NAMES.sub(" ", text))
+    return bool(_MATHEMATICS.match(text)) and not _NO_MATHEMATICS.search(_NAMES.sub(" ", text))
 
 
 def _none(reason: str) -> RewardChoice:

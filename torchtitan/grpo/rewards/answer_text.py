@@ -66,7 +66,6 @@ _STYLE = re.compile(
 _WORDS_IN_FONT = re.compile(r"\{\s*\\(?:bf|it|rm|sf|sl|tt|em)(?=[\s{}][A-Za-z\s]+\})")
 _TOKEN = re.compile(r"([\s~]*)(\\[A-Za-z]+|\\.|.|\Z)", re.DOTALL)
 _TWO_ARGUMENTS = re.compile(r"\\(?:(?:[dtcsx]|nice)?frac|[dt]?binom)")
-_ONE_ARGUMENT = ("\\sqrt", "\\mathbb")
 _BETWEEN = {"\\over": "frac", "\\choose": "binom"}
 _SPACES = re.compile(r"(?:\\[,;:! ]|\\q?quad(?![A-Za-z])|~|\s)+")
 _MATRIX = re.compile(r"\\begin|\\\\")
@@ -137,8 +136,6 @@ def with_braces(text: str) -> str:
     These are the arguments of fractions, binomials and roots, the bases of logarithms, and indices and
     exponents that are commands with arguments. ``1 \over 2`` becomes a fraction too.
     """
-    if "\\" not in text:
-        return text
     blanks, tokens = map(list, zip(("", "{"), *_TOKEN.findall(text), ("", "}"), strict=True))
     # From the end. What follows in each open group are spans of tokens, the nearest last, the group's end first.
     groups, between = [[(-1, -1)]], {}
@@ -159,9 +156,9 @@ def with_braces(text: str) -> str:
             while len(following) > 1 and tokens[following.pop()[0]] != "]":
                 pass
         first, last = following[-1]
-        is_base = token in ("^", "_") and first < last and tokens[first].startswith("\\")
-        is_base |= token == "_" and tokens[start - 1] == "\\log"
-        number = 2 if _TWO_ARGUMENTS.fullmatch(token) else int(is_base or token in _ONE_ARGUMENT)
+        has_one = token in ("\\sqrt", "\\mathbb") or (token == "_" and tokens[start - 1] == "\\log")
+        has_one |= token in ("_", "^") and first < last and tokens[first].startswith("\\")
+        number = 2 if _TWO_ARGUMENTS.fullmatch(token) else int(has_one)
         for _ in range(min(number, len(following) - 1)):
             first, end = following.pop()
             blanks[first] = ""
