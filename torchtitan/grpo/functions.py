@@ -7,11 +7,14 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import itertools
+import operator
 import os
 import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,8 +22,16 @@ from typing import Any
 from torchtitan.grpo.system.files import NotRegularError, check_regular
 
 _ERROR_CHARS = 2000
-# Names of errors of services and machines; an OSError of a subclass is about a file that code has named.
-_OUTSIDE = re.compile("Timeout|Connect|ScoreLater|MemoryError|^OSError$")
+# Errors of services and machines: names of any of their classes, and of their own.
+_OUTSIDE = re.compile(
+    "Timeout|[Cc]onnect|ScoreLater|MemoryError|RateLimit|NetworkError|ProxyError|RemoteProtocolError|"
+    "PayloadError|IncompleteRead|ChunkedEncoding|BadStatusLine|BrokenResource|BlockingIO|SSLError|RpcError|"
+    "URLError|MaxRetry|Unavailable|[gh](ai)?error$"
+)
+# An OSError of a subclass is about a file that code has named.
+_OUTSIDE_OWN = re.compile("(OS|API|Client|Protocol|InternalServer)Error")
+_OUTSIDE_TEXT = re.compile("can't start new thread|can't allocate memory|out of memory")
+_OUTSIDE_STATUS = {401, 402, 407, 408, 425, 429, *range(500, 600)}  # a key or quota, or later
 
 
 def load_function(path: str, what: str, builtin: Iterable[str]) -> Callable[..., Any]:
@@ -69,18 +80,30 @@ def describe_error(error: BaseException) -> str:
 
 def chain_of(error: BaseException) -> Iterator[BaseException]:
     """Yields an error and what it was raised from, or while that was handled."""
-    found: BaseException | None = error
-    for _ in range(16):  # a user's chain may be a circle
-        if found is None:
-            return
-        yield found
-        found = found.__cause__ or (None if found.__suppress_context__ else found.__context__)
+    found = [error]
+    for each in itertools.islice(found, 64):  # a user's chain may be a circle
+        yield each
+        found += each.exceptions if isinstance(each, BaseExceptionGroup) else ()
+        if reason := each.__cause__ or (None if each.__suppress_context__ else each.__context__):
+            found.append(reason)
 
 
 def failure_kind(error: BaseException) -> str:
     """Names an exception of the user's code, and says if a service or this machine is a cause."""
-    is_outside = any(_OUTSIDE.search(type(each).__name__) for each in chain_of(error))
+    is_outside = any(map(_is_outside, chain_of(error)))
     return f"{'outside: ' if is_outside else 'raised '}{type(error).__name__}"
+
+
+def _is_outside(error: BaseException) -> bool:
+    for path in ("status", "status_code", "response.status_code", "response.status", "code"):
+        with suppress(Exception):  # as properties of foreign classes may raise anything
+            if 400 <= (status := operator.attrgetter(path)(error)) < 600:
+                return status in _OUTSIDE_STATUS
+    return bool(
+        any(_OUTSIDE.search(each.__name__) for each in type(error).__mro__)
+        or _OUTSIDE_OWN.fullmatch(type(error).__name__)
+        or (isinstance(error, RuntimeError) and _OUTSIDE_TEXT.search(describe_error(error)))
+    )
 
 
 def code_holder(function: Callable[..., Any]) -> Any:
