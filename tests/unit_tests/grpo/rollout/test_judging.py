@@ -25,6 +25,7 @@ from rollouts import generation
 
 from torchtitan.grpo import config
 from torchtitan.grpo.functions import failure_kind
+from torchtitan.grpo.rewards.scoring_pool import ScoringFailed
 from torchtitan.grpo.rollout.environments import EnvironmentFailed
 from torchtitan.grpo.rollout.judging import GroupJudge, Rules, Unusable
 from torchtitan.grpo.rollout.scoring import Scorer
@@ -138,6 +139,39 @@ def test_completions_without_a_reward_are_counted_by_cause(value, kept):
         "rollout/unscorable_fraction": 0.25,
     }
     assert set(judge.take_metrics().values()) == {0.0}
+
+
+class FailingToScore(GivenRewards):
+    async def score(self, prompt: Prompt, generations: Sequence[Generation]) -> list[Rollout]:
+        raise ScoringFailed("postponed", "The judge is away.")
+
+
+class FailingToAccept(GivenRewards):
+    async def accepted(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        raise ScoringFailed("raised", "should_accept raised.")
+
+
+GIVEN_UP: dict[str, tuple[Scorer, int, int, dict[str, float]]] = {
+    "not scored": (FailingToScore([], ()), 3, 1, {"by_service": 4.0, "fraction": 1.0}),
+    "not accepted": (FailingToAccept([0.0, 0.5, 1.0], ()), 3, 1, {"by_service": 1.0, "fraction": 0.25}),
+    "too few came back": (GivenRewards([], ()), 1, 3, {"by_service": 3.0, "fraction": 0.75}),
+    "too few rewards": (GivenRewards([None, 1.0, None], ()), 3, 0, {"by_function": 2.0, "fraction": 2 / 3}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", GIVEN_UP)
+def test_completions_of_a_group_that_is_given_up_count_once(case):
+    scorer, num_whole, num_failed, expected = GIVEN_UP[case]
+    grpo = config.GRPO(group_size=2, prompts_per_step=1)
+    judge = GroupJudge({"": Rules(scorer, config.Rollout())}, config.Rollout(), grpo)
+    with pytest.raises(Unusable):
+        asyncio.run(judge.judge(PROMPT, THREE[:num_whole], "", [failure("timeout")] * num_failed))
+    metrics = judge.take_metrics()
+    assert (metrics.pop("rollout/scoring_seconds") > 0) == (case != "too few came back")
+    found = {
+        key.removeprefix("rollout/unscored_"): value for key, value in metrics.items() if value
+    }
+    assert found == expected
 
 
 def test_a_group_whose_episodes_all_failed_is_trained_on_with_the_value_alone():
