@@ -42,18 +42,25 @@ def load_function(path: str, what: str, builtin: Iterable[str]) -> Callable[...,
     """
     subject = f"{what} {path!r}"
     module_name, name = split_path(path, what, builtin)
-    if (folder := os.getcwd()) not in sys.path:
-        sys.path.append(folder)  # last: nothing there shadows an installed module
+    find_neighbours()
     is_file = module_name.endswith(".py") or "/" in module_name
     module = (_load_file if is_file else _load_module)(module_name, subject)
     function = getattr(module, name, None)
     if function is None:
+        found, own = getattr(module, "__file__", None) or "built into Python", f"{module_name}.py"
+        hint = f" Did you mean ./{own}:{name}?" if not is_file and os.path.exists(own) else ""
         raise ValueError(
-            f"{subject}: {module_name} has no {name!r}. It has {_public_functions(module)}."
+            f"{subject}: {module_name} ({found}) has no {name!r}. It has {_public_functions(module)}.{hint}"
         )
     if not callable(function):
         raise ValueError(f"{subject}: {name} must be callable, got a {type(function).__name__}.")
     return function
+
+
+def find_neighbours() -> None:
+    """Lets modules of the current folder be imported; none of them shadows an installed one."""
+    if (folder := os.getcwd()) not in sys.path:
+        sys.path.append(folder)
 
 
 def split_path(path: str, what: str, builtin: Iterable[str]) -> tuple[str, str]:
