@@ -22,15 +22,12 @@ from typing import Any
 from torchtitan.grpo.system.files import NotRegularError, check_regular
 
 _ERROR_CHARS = 2000
-# Errors of services and machines: names of any of their classes, and of their own.
+# Names of errors of services and machines; an OSError of a subclass is about a file that code has named.
 _OUTSIDE = re.compile(
-    "Timeout|[Cc]onnect|ScoreLater|MemoryError|RateLimit|NetworkError|ProxyError|RemoteProtocolError|"
-    "PayloadError|IncompleteRead|ChunkedEncoding|BadStatusLine|BrokenResource|BlockingIO|SSLError|RpcError|"
-    "URLError|MaxRetry|Unavailable|[gh](ai)?error$"
+    r"^(OS|API|Client|Protocol|InternalServer)Error\b|Timeout|[Cc]onnect|ScoreLater|MemoryError|RateLimit|"
+    r"NetworkError|ProxyError|RemoteProtocolError|PayloadError|IncompleteRead|ChunkedEncoding|BadStatusLine|"
+    r"BrokenResource|BlockingIO|SSLError|RpcError|URLError|MaxRetry|Unavailable|\b(gai|h)error"
 )
-# An OSError of a subclass is about a file that code has named.
-_OUTSIDE_OWN = re.compile("(OS|API|Client|Protocol|InternalServer)Error")
-_OUTSIDE_TEXT = re.compile("can't start new thread|can't allocate memory|out of memory")
 _OUTSIDE_STATUS = {401, 402, 407, 408, 425, 429, *range(500, 600)}  # a key or quota, or later
 
 
@@ -47,8 +44,8 @@ def load_function(path: str, what: str, builtin: Iterable[str]) -> Callable[...,
     module = (_load_file if is_file else _load_module)(module_name, subject)
     function = getattr(module, name, None)
     if function is None:
-        found, own = getattr(module, "__file__", None) or "built into Python", f"{module_name}.py"
-        hint = f" Did you mean ./{own}:{name}?" if not is_file and os.path.exists(own) else ""
+        found, own = getattr(module, "__file__", "built into Python"), f"./{module_name}.py"
+        hint = f" Did you mean {own}:{name}?" if os.path.exists(own) else ""
         raise ValueError(
             f"{subject}: {module_name} ({found}) has no {name!r}. It has {_public_functions(module)}.{hint}"
         )
@@ -106,11 +103,9 @@ def _is_outside(error: BaseException) -> bool:
         with suppress(Exception):  # as properties of foreign classes may raise anything
             if 400 <= (status := operator.attrgetter(path)(error)) < 600:
                 return status in _OUTSIDE_STATUS
-    return bool(
-        any(_OUTSIDE.search(each.__name__) for each in type(error).__mro__)
-        or _OUTSIDE_OWN.fullmatch(type(error).__name__)
-        or (isinstance(error, RuntimeError) and _OUTSIDE_TEXT.search(describe_error(error)))
-    )
+    names = " ".join(each.__name__ for each in type(error).__mro__)
+    no_room = "RuntimeError: (can't start new thread|.*can't allocate memory|.*out of memory)"
+    return bool(_OUTSIDE.search(names) or re.match(no_room, describe_error(error)))
 
 
 def code_holder(function: Callable[..., Any]) -> Any:

@@ -96,7 +96,11 @@ class GroupJudge:
         generations = separated(generations)
         self._counts["all"] += len(generations) + len(failures)
         scorer, settings = self._rules[environment].scorer, self._rules[environment].settings
-        valued = await self._valued(scorer, prompt, failures)
+        written = [replace(f.written, apart=()) for f in failures if f.written is not None]
+        self._counts["service"] += len(failures) - len(written)
+        unscorable = await scorer.unscorable(prompt, written) if written else []
+        self._count(unscorable)
+        valued = [rollout for rollout in unscorable if rollout.reward is not None]
         if len(generations) + len(valued) < self._fewest:
             what = "came back whole from servers and environments"
             raise Unusable("failed", self._too_few(len(generations), what), FAILED)
@@ -109,33 +113,20 @@ class GroupJudge:
             filters = "passed rollout.min_completion_tokens and rollout.drop_truncated"
             cause = SHORT if len(whole) == len(generations) else TRUNCATED
             raise Unusable("filtered", self._too_few(len(kept), filters), cause)
-        rollouts = [*await self._scored(scorer, prompt, kept), *valued]
+        rollouts = [*(await self._scored(scorer, prompt, kept) if kept else []), *valued]
         scored = [rollout for rollout in rollouts if rollout.reward is not None]
         if len(scored) < self._fewest:
-            detail = self._too_few(len(scored), f"of {len(rollouts)} got a reward")
-            detail += (
-                " A function, an environment, or a program of [agent] that gives none (None, or no "
-                "number as its last line of output) leaves a completion out; to say that it failed, "
-                "give 0."
+            detail = (
+                f"{self._too_few(len(scored), f'of {len(rollouts)} got a reward')} A function, an environment, "
+                "or a program of [agent] that gives none (None, or no number as its last line of output) "
+                "leaves a completion out; to say that it failed, give 0."
             )
             raise Unusable("unscored", detail, UNSCORED)
         return await self._compared(scorer, prompt, scored)
 
-    async def _valued(
-        self, scorer: Scorer, prompt: Prompt, failures: Sequence[EnvironmentFailed]
-    ) -> list[Rollout]:
-        """What the policy wrote in episodes that failed because of it, if that has a value."""
-        written = [replace(f.written, apart=()) for f in failures if f.written is not None]
-        self._counts["service"] += len(failures) - len(written)
-        rollouts = await scorer.unscorable(prompt, written) if written else []
-        self._count(rollouts)
-        return [rollout for rollout in rollouts if rollout.reward is not None]
-
     async def _scored(
         self, scorer: Scorer, prompt: Prompt, kept: Sequence[Generation]
     ) -> list[Rollout]:
-        if not kept:
-            return []
         begun = time.monotonic()
         try:
             rollouts = await scorer.score(prompt, kept)

@@ -122,16 +122,14 @@ class Scorer:
 
     def _applies(self, function: str, values: Sequence[float | None]) -> bool:
         """A single ``None`` does not tell a prompt of another task from a failure."""
-        if len(values) < 2 or any(value is not None for value in values):
-            return True
-        if function not in self._told:
+        applies = len(values) < 2 or any(value is not None for value in values)
+        if not applies and function not in self._told:
             self._told.add(function)
             logger.warning(
-                f"{function} (reward.functions) gave None for all {len(values)} completions of a prompt, "
-                "so it does not apply there, and the other functions alone are their reward. If it fails "
-                "instead, let it raise an error or ScoreLater. This is said once."
+                f"{function} (reward.functions) gave None for all {len(values)} completions of a prompt, so it "
+                "does not apply there. If it fails instead, let it raise an error. This is said once."
             )
-        return False
+        return applies
 
 
 def read_ids(generation: Generation) -> list[int]:

@@ -194,9 +194,8 @@ class Removal:
 
     def _run(self) -> None:
         for path in self._paths:
-            left = [aside for aside, _ in _elsewhere(path) if not _is_removed(aside)]
-            if not left:  # or the next run would not know of them
-                shutil.rmtree(path, ignore_errors=True)
+            if all(list(map(_is_removed, (aside for aside, _ in _elsewhere(path))))):
+                shutil.rmtree(path, ignore_errors=True)  # else the next run needs the note
 
     def close(self) -> None:
         """Waits a while; the next run in the folder removes the rest."""

@@ -298,7 +298,7 @@ def _in_python(text: str) -> str:
     option = rf"--(\w+)\.([\w-]+(?:\.[\w-]+)*)(?:[ =](?:{value}))?"
     return re.sub(
         option,
-        lambda m: f'{m[1]}={{"{m[2]}": {m[3] or (json.dumps(m[4]) if m[4] else "...")}}}',
+        lambda m: f'{m[1]}={{"{m[2]}": {m[3] or (m[4] and json.dumps(m[4])) or "..."}}}',
         text,
     )
 

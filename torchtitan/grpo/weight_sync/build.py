@@ -99,35 +99,23 @@ def build_publisher(
         parts = _leader_parts(config, plan, agent, sender, channel, transport)
         # A server adds adapters to what it serves.
         sent = None if adapters_only else _sent_tensors(plan, parts.sources)
-        tolerances = tolerances_of(plan.wire_dtype, sync.attest_tolerance)
         tokens = attested_tokens(config, vocab_size)
-        attestation = Attestation(
-            every=sync.attest_every, tokens=tokens, probes=probes, tolerances=tolerances,
-            timeout_seconds=sync.timeout_seconds, sent=sent,
-        )  # fmt: skip
+        attestation = _attestation(sync, plan, tokens, probes, sent)
         make_leader = functools.partial(
             _make_leader, sync, slots, parts, attestation, link, servers
         )
     own = [agent] if sender is None else [sender, agent]
     return WeightPublisher(
-        snapshots=snapshots,
-        slots=slots,
-        probes=probes,
-        attest_every=sync.attest_every,
-        make_leader=make_leader,
-        follow=lambda: channel.serve(own),
-    )
+        snapshots=snapshots, slots=slots, probes=probes, attest_every=sync.attest_every,
+        make_leader=make_leader, follow=lambda: channel.serve(own),
+    )  # fmt: skip
 
 
 def client_for(inference: Inference, server: ServerInfo) -> InferenceClient:
     return make_client(
-        server.kind,
-        server.url,
-        api_key=inference.api_key,
-        admin_key=inference.admin_key,
-        control_timeout_seconds=inference.control_timeout_seconds,
-        idle_seconds=IDLE_SECONDS,
-    )
+        server.kind, server.url, api_key=inference.api_key, admin_key=inference.admin_key,
+        control_timeout_seconds=inference.control_timeout_seconds, idle_seconds=IDLE_SECONDS,
+    )  # fmt: skip
 
 
 def _patience_seconds(sync: WeightSync) -> float:
@@ -160,13 +148,11 @@ def _leader_parts(
     source_ranks = [source.rank for source in plan.sources]
     agents = [on_rank(Agent, agent, rank) for rank in range(dist.get_world_size())]
     return LeaderParts(
-        agents=agents,
-        sources=[agents[rank] for rank in source_ranks],
+        agents=agents, sources=[agents[rank] for rank in source_ranks],
         senders=[on_rank(transport.sender_type, sender, rank) for rank in source_ranks],
-        own=[agent] if sender is None else [sender, agent],
-        transport=transport,
+        own=[agent] if sender is None else [sender, agent], transport=transport,
         make_client=lambda server: client_for(config.inference, server),
-    )
+    )  # fmt: skip
 
 
 def _sent_tensors(plan: PushPlan, sources: Sequence[Agent]) -> SentTensors:
@@ -175,6 +161,13 @@ def _sent_tensors(plan: PushPlan, sources: Sequence[Agent]) -> SentTensors:
         return {name: checksum for part in parts for name, checksum in part.items()}
 
     return SentTensors(str(plan.wire_dtype).removeprefix("torch."), checksums)
+
+
+def _attestation(
+    sync: WeightSync, plan: PushPlan, tokens: list[int], probes: Probes, sent: SentTensors | None
+) -> Attestation:
+    tolerances = tolerances_of(plan.wire_dtype, sync.attest_tolerance)
+    return Attestation(sync.attest_every, tokens, probes, tolerances, sync.timeout_seconds, sent)
 
 
 def _make_leader(
