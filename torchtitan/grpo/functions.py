@@ -44,7 +44,7 @@ def load_function(path: str, what: str, builtin: Iterable[str]) -> Callable[...,
     module = (_load_file if is_file else _load_module)(module_name, subject)
     function = getattr(module, name, None)
     if function is None:
-        found, own = getattr(module, "__file__", "built into Python"), f"./{module_name}.py"
+        found, own = getattr(module, "__file__", None) or "built in", f"./{module_name}.py"
         hint = f" Did you mean {own}:{name}?" if os.path.exists(own) else ""
         raise ValueError(
             f"{subject}: {module_name} ({found}) has no {name!r}. It has {_public_functions(module)}.{hint}"
@@ -164,9 +164,5 @@ def _load_file(file_name: str, subject: str) -> ModuleType:
 
 
 def _public_functions(module: ModuleType) -> str:
-    found = sorted(
-        name
-        for name, value in vars(module).items()
-        if inspect.isfunction(value) and not name.startswith("_")
-    )
+    found = [name for name, _ in inspect.getmembers(module, inspect.isfunction) if name[0] != "_"]
     return ", ".join(found) or "no functions"

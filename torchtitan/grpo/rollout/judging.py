@@ -113,7 +113,7 @@ class GroupJudge:
             filters = "passed rollout.min_completion_tokens and rollout.drop_truncated"
             cause = SHORT if len(whole) == len(generations) else TRUNCATED
             raise Unusable("filtered", self._too_few(len(kept), filters), cause)
-        rollouts = [*(await self._scored(scorer, prompt, kept) if kept else []), *valued]
+        rollouts = [*(await self._score(scorer, prompt, kept) if kept else []), *valued]
         scored = [rollout for rollout in rollouts if rollout.reward is not None]
         if len(scored) < self._fewest:
             detail = (
@@ -122,11 +122,9 @@ class GroupJudge:
                 "leaves a completion out; to say that it failed, give 0."
             )
             raise Unusable("unscored", detail, UNSCORED)
-        return await self._compared(scorer, prompt, scored)
+        return await self._judged(scorer, prompt, scored)
 
-    async def _scored(
-        self, scorer: Scorer, prompt: Prompt, kept: Sequence[Generation]
-    ) -> list[Rollout]:
+    async def _score(self, scorer: Scorer, prompt: Prompt, kept: list[Generation]) -> list[Rollout]:
         begun = time.monotonic()
         try:
             rollouts = await scorer.score(prompt, kept)
@@ -138,9 +136,7 @@ class GroupJudge:
         self._count(rollouts)
         return rollouts
 
-    async def _compared(
-        self, scorer: Scorer, prompt: Prompt, scored: Sequence[Rollout]
-    ) -> list[Rollout]:
+    async def _judged(self, scorer: Scorer, prompt: Prompt, scored: list[Rollout]) -> list[Rollout]:
         """Those that are accepted, of which some differ in their rewards, rated by the teachers."""
         try:
             accepted = await scorer.accepted(prompt, scored)
@@ -153,9 +149,8 @@ class GroupJudge:
         if are_equal(rewards) and self._num_dropped < self._most_dropped:
             self._num_dropped += 1
             self.num_equal_dropped += 1
-            raise Unusable(
-                "filtered", "All its rewards are equal (rollout.dynamic_sampling is on).", EQUAL
-            )
+            detail = "All its rewards are equal (rollout.dynamic_sampling is on)."
+            raise Unusable("filtered", detail, EQUAL)
         if self._teachers is None:
             return accepted
         try:

@@ -97,7 +97,7 @@ class Scorer:
         self, prompt: Prompt, written: Sequence[Generation], texts: Sequence[str], scored: Scored
     ) -> list[Rollout]:
         every = list(zip(self._functions, self._weights, scored.values, strict=False))
-        own = [(f, w, of) for f, w, of in every if f in NAMES or self._applies(f, of)]
+        own = [(f, w, of) for f, w, of in every if f in NAMES or not w or self._applies(f, of)]
         rollouts = []
         for i, (generation, text) in enumerate(zip(written, texts, strict=True)):
             values = zip(self._names, (of[i] for of in scored.values), strict=False)
@@ -108,15 +108,12 @@ class Scorer:
             elif cause and [f for f, w, of in own if w and of[i] is None] == [JUDGE]:
                 cause = "service"
             rollout = Rollout(
-                **vars(generation),
-                prompt_ids=prompt.token_ids,
-                completion=text,
-                reward=reward if self._names else 0.0,
-                unscored=cause,
+                **vars(generation), prompt_ids=prompt.token_ids, completion=text,
+                reward=reward if self._names else 0.0, unscored=cause,
                 reward_components={name: value for name, value in values if value is not None},
                 reward_metrics=scored.metrics,
                 logged=brief_columns({name: of[i] for name, of in scored.extra.items()}),
-            )
+            )  # fmt: skip
             rollouts.append(rollout)
         return rollouts
 

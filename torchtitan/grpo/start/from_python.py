@@ -294,13 +294,10 @@ def _in_python(text: str) -> str:
     text = re.sub("--(?:nproc|gpus)[ =]", "ranks=", text)
     text = text.replace("--job.overwrite", 'job={"overwrite": True}')
     # Of texts, paths and what ends a sentence are values. Other words go on with the sentence.
-    value = r"(-?\d[\w.+-]*\b)|([^\s;,]*/[^\s;,]*[^\s;,.)]|(?!instead|too)\w+(?=[.;,)](?:\s|$)))"
-    option = rf"--(\w+)\.([\w-]+(?:\.[\w-]+)*)(?:[ =](?:{value}))?"
-    return re.sub(
-        option,
-        lambda m: f'{m[1]}={{"{m[2]}": {m[3] or (m[4] and json.dumps(m[4])) or "..."}}}',
-        text,
-    )
+    word = r"[^\s;,]*/[^\s;,]*[^\s;,.)]|(?!instead|too)[A-Za-z_]\w*(?=[.;,)](?:\s|$))"
+    text = re.sub(rf"(--\w+\.[\w.-]+)[ =]({word})", r'\1 "\2"', text)
+    option = r"--(\w+)\.([\w-]+(?:\.[\w-]+)*)(?:[ =](-?\d[\w.+-]*\b|\"[^\"]*\"))?"
+    return re.sub(option, lambda m: f'{m[1]}={{"{m[2]}": {m[3] or "..."}}}', text)
 
 
 def _tables(

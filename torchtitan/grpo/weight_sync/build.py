@@ -50,15 +50,9 @@ from torchtitan.grpo.weight_wire.version_files import VersionDirectories
 
 
 def build_publisher(
-    config: JobConfig,
-    model_parts: list[nn.Module],
-    adapter: BaseStateDictAdapter,
-    device: torch.device,
-    channel: RankChannel,
-    link: RolloutLink | None,
-    servers: list[ServerInfo],
-    vocab_size: int,
-) -> WeightPublisher:
+    config: JobConfig, model_parts: list[nn.Module], adapter: BaseStateDictAdapter, device: torch.device,
+    channel: RankChannel, link: RolloutLink | None, servers: list[ServerInfo], vocab_size: int,
+) -> WeightPublisher:  # fmt: skip
     """Builds one rank's publisher; collective over all ranks.
 
     Only rank 0, which leads, has a ``link`` to the rollout process, and ``servers`` to push to.
@@ -132,13 +126,9 @@ def _make_pool(sync: WeightSync, plan: PushPlan, slots: SnapshotSlots) -> Payloa
 
 
 def _leader_parts(
-    config: JobConfig,
-    plan: PushPlan,
-    agent: Agent,
-    sender: Sender | None,
-    channel: RankChannel,
+    config: JobConfig, plan: PushPlan, agent: Agent, sender: Sender | None, channel: RankChannel,
     transport: Transport[Any],
-) -> LeaderParts:
+) -> LeaderParts:  # fmt: skip
     # A call must not end before the timeouts that the called methods apply themselves.
     timeout_seconds = 2 * _patience_seconds(config.weight_sync)
 
@@ -171,14 +161,9 @@ def _attestation(
 
 
 def _make_leader(
-    sync: WeightSync,
-    slots: SlotTable,
-    parts: LeaderParts,
-    attestation: Attestation,
-    link: RolloutLink,
-    servers: Sequence[ServerInfo],
-    on_change: Callable[[], None],
-) -> Leader:
+    sync: WeightSync, slots: SlotTable, parts: LeaderParts, attestation: Attestation, link: RolloutLink,
+    servers: Sequence[ServerInfo], on_change: Callable[[], None],
+) -> Leader:  # fmt: skip
     listeners = Listeners(on_change, link.notify_version, link.notify_lost, link.notify_asleep)
     return Leader(slots, parts, sync, attestation, listeners, servers, link.watch.poll)
 
@@ -191,13 +176,10 @@ def _make_group_transport(
     # The configured address belongs to the host of rank 0. Sources on other hosts find their own.
     is_on_first_host = dist.get_rank() < int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     settings = GroupSettings(
-        master_address=sync.master_address if is_on_first_host else "auto",
-        transport=sync.transport,
-        timeout_seconds=sync.timeout_seconds,
-        device=device,
+        master_address=sync.master_address if is_on_first_host else "auto", transport=sync.transport,
+        timeout_seconds=sync.timeout_seconds, device=device, deltas=sync.delta,
         largest_bucket=max(b.num_bytes for source in plan.sources for b in source.buckets),
-        deltas=sync.delta,
-    )
+    )  # fmt: skip
     return GroupTransport(plan, settings)
 
 

@@ -232,7 +232,7 @@ class Hostile(Exception):
 
 OUTSIDE = [
     aiohttp.ServerDisconnectedError(), aiohttp.ClientOSError(104, "reset"), aiohttp.ClientPayloadError(),
-    aiohttp.ClientError(), aiohttp.ServerTimeoutError(), urllib.error.URLError("x"), http.client.RemoteDisconnected(),
+    aiohttp.ClientError(), aiohttp.ServerTimeoutError(), urllib.error.URLError("x"), http.client.RemoteDisconnected(""),
     http.client.IncompleteRead(b""), http.client.BadStatusLine(""), socket.gaierror(-3, "x"), socket.herror(),
     ssl.SSLEOFError(), BrokenPipeError(), BlockingIOError(11, "fork"), OSError(24, "x"), MemoryError(),
     RuntimeError("can't start new thread"), httpx.ReadError(""), httpx.WriteError(""), httpx.RemoteProtocolError(""),

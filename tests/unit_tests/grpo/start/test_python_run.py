@@ -53,8 +53,8 @@ LOCK = threading.Lock()
     ("arguments", "message"),
     [
         ({"steps": 5}, r'by table, such as training=\{"steps": 5\}, got steps=5'),
-        ({"training": {"stepz": 5}}, r'training=\{"stepz": ...\}. Did you mean training=\{"steps": ...\}\?'),
-        ({"trainign": {"steps": 5}}, r'argument trainign=\{"steps": ...\}. There is training.steps'),
+        ({"training": {"stepz": 5}}, r'training.stepz. Did you mean training=\{"steps": ...\}\?'),
+        ({"trainign": {"steps": 5}}, r'setting trainign.steps. There is training.steps'),
         ({"training": {"steps": "many"}}, r"training=.* must be an integer, got 'many'. Change it in run\(\)"),
         ({"training": {"steps": len}}, r"training=.* must be an integer, got '.*py:len'"),
         ({"inference": {"api_key": "abc"}}, r"set the environment variable TORCHTITAN_GRPO_API_KEY"),
