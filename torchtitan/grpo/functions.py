@@ -7,11 +7,14 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import itertools
+import operator
 import os
 import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,7 +23,12 @@ from torchtitan.grpo.system.files import NotRegularError, check_regular
 
 _ERROR_CHARS = 2000
 # Names of errors of services and machines; an OSError of a subclass is about a file that code has named.
-_OUTSIDE = re.compile("Timeout|Connect|ScoreLater|MemoryError|^OSError$")
+_OUTSIDE = re.compile(
+    r"^(OS|API|Client|Protocol|InternalServer)Error\b|Timeout|[Cc]onnect|ScoreLater|MemoryError|RateLimit|"
+    r"NetworkError|ProxyError|RemoteProtocolError|PayloadError|IncompleteRead|ChunkedEncoding|BadStatusLine|"
+    r"BrokenResource|BlockingIO|SSLError|RpcError|URLError|MaxRetry|Unavailable|\b(gai|h)error"
+)
+_OUTSIDE_STATUS = {401, 402, 407, 408, 425, 429, *range(500, 600)}  # a key or quota, or later
 
 
 def load_function(path: str, what: str, builtin: Iterable[str]) -> Callable[..., Any]:
@@ -31,18 +39,25 @@ def load_function(path: str, what: str, builtin: Iterable[str]) -> Callable[...,
     """
     subject = f"{what} {path!r}"
     module_name, name = split_path(path, what, builtin)
-    if (folder := os.getcwd()) not in sys.path:
-        sys.path.append(folder)  # last: nothing there shadows an installed module
+    find_neighbours()
     is_file = module_name.endswith(".py") or "/" in module_name
     module = (_load_file if is_file else _load_module)(module_name, subject)
     function = getattr(module, name, None)
     if function is None:
+        found, own = getattr(module, "__file__", None) or "built in", f"./{module_name}.py"
+        hint = f" Did you mean {own}:{name}?" if os.path.exists(own) else ""
         raise ValueError(
-            f"{subject}: {module_name} has no {name!r}. It has {_public_functions(module)}."
+            f"{subject}: {module_name} ({found}) has no {name!r}. It has {_public_functions(module)}.{hint}"
         )
     if not callable(function):
         raise ValueError(f"{subject}: {name} must be callable, got a {type(function).__name__}.")
     return function
+
+
+def find_neighbours() -> None:
+    """Lets modules of the current folder be imported; none of them shadows an installed one."""
+    if (folder := os.getcwd()) not in sys.path:
+        sys.path.append(folder)
 
 
 def split_path(path: str, what: str, builtin: Iterable[str]) -> tuple[str, str]:
@@ -69,18 +84,28 @@ def describe_error(error: BaseException) -> str:
 
 def chain_of(error: BaseException) -> Iterator[BaseException]:
     """Yields an error and what it was raised from, or while that was handled."""
-    found: BaseException | None = error
-    for _ in range(16):  # a user's chain may be a circle
-        if found is None:
-            return
-        yield found
-        found = found.__cause__ or (None if found.__suppress_context__ else found.__context__)
+    found = [error]
+    for each in itertools.islice(found, 64):  # a user's chain may be a circle
+        yield each
+        found += each.exceptions if isinstance(each, BaseExceptionGroup) else ()
+        if reason := each.__cause__ or (None if each.__suppress_context__ else each.__context__):
+            found.append(reason)
 
 
 def failure_kind(error: BaseException) -> str:
     """Names an exception of the user's code, and says if a service or this machine is a cause."""
-    is_outside = any(_OUTSIDE.search(type(each).__name__) for each in chain_of(error))
+    is_outside = any(map(_is_outside, chain_of(error)))
     return f"{'outside: ' if is_outside else 'raised '}{type(error).__name__}"
+
+
+def _is_outside(error: BaseException) -> bool:
+    for path in ("status", "status_code", "response.status_code", "response.status", "code"):
+        with suppress(Exception):  # as properties of foreign classes may raise anything
+            if 400 <= (status := operator.attrgetter(path)(error)) < 600:
+                return status in _OUTSIDE_STATUS
+    names = " ".join(each.__name__ for each in type(error).__mro__)
+    no_room = "RuntimeError: (can't start new thread|.*can't allocate memory|.*out of memory)"
+    return bool(_OUTSIDE.search(names) or re.match(no_room, describe_error(error)))
 
 
 def code_holder(function: Callable[..., Any]) -> Any:
@@ -139,9 +164,5 @@ def _load_file(file_name: str, subject: str) -> ModuleType:
 
 
 def _public_functions(module: ModuleType) -> str:
-    found = sorted(
-        name
-        for name, value in vars(module).items()
-        if inspect.isfunction(value) and not name.startswith("_")
-    )
+    found = [name for name, _ in inspect.getmembers(module, inspect.isfunction) if name[0] != "_"]
     return ", ".join(found) or "no functions"

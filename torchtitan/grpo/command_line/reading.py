@@ -14,6 +14,7 @@ import msgspec
 from torchtitan.grpo.command_line import ConfigError
 from torchtitan.grpo.command_line.arguments import Override, read_arguments
 from torchtitan.grpo.command_line.keys import answer_to_value, check_keys
+from torchtitan.grpo.functions import find_neighbours
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.system.file_formats import UTF8_MARK, other_format
 from torchtitan.grpo.system.files import read_regular
@@ -84,6 +85,7 @@ def _read_toml(path: str | None) -> dict[str, Any]:
 
 def _with_custom_tables(module: str) -> type[JobConfig]:
     """Merges the tables of ``job.custom_config_module``, as torchtitan does."""
+    find_neighbours()
     try:
         custom = importlib.import_module(module).JobConfig
     except (ImportError, AttributeError) as error:

@@ -129,14 +129,15 @@ def _compared(
             deviation = _deviation((centered**2).sum(), np.array(len(rewards)), std)
             return centered / (deviation + eps)
         case "max_rl":
-            if rewards.min(initial=0.0) < 0:
+            if rewards.min(initial=0.0) < -_ROUNDING * np.abs(rewards).max(initial=0.0):
                 raise ValueError(
                     "grpo.advantage = 'max_rl' divides by the mean reward of a group and needs "
                     f"rewards of at least 0, got {rewards.min():g}. Shift the rewards, or choose "
                     "another advantage."
                 )
+            rewards = np.maximum(rewards, 0.0)  # the rounding of 0
             means = np.bincount(member_of, rewards, len(sizes)) / sizes
-            return centered / (means[member_of] + eps)
+            return _centered(rewards, group_ids)[0] / (means[member_of] + eps)
 
 
 def are_equal(rewards: np.ndarray) -> bool:

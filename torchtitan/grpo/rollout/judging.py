@@ -94,12 +94,14 @@ class GroupJudge:
         if the run must stop.
         """
         generations = separated(generations)
+        self._counts["all"] += len(generations) + len(failures)
         scorer, settings = self._rules[environment].scorer, self._rules[environment].settings
         written = [replace(f.written, apart=()) for f in failures if f.written is not None]
-        failed = await scorer.unscorable(prompt, written) if written else []
-        self._count(failed, service=len(failures) - len(written))
-        failed = [rollout for rollout in failed if rollout.reward is not None]
-        if len(generations) + len(failed) < self._fewest:
+        self._counts["service"] += len(failures) - len(written)
+        unscorable = await scorer.unscorable(prompt, written) if written else []
+        self._count(unscorable)
+        valued = [rollout for rollout in unscorable if rollout.reward is not None]
+        if len(generations) + len(valued) < self._fewest:
             what = "came back whole from servers and environments"
             raise Unusable("failed", self._too_few(len(generations), what), FAILED)
         whole = generations
@@ -107,29 +109,38 @@ class GroupJudge:
             whole = [each for each in generations if each.finish_reason != "length"]
         least = settings.min_completion_tokens
         kept = [each for each in whole if each.num_written >= least]
-        if len(kept) + len(failed) < self._fewest:
+        if len(kept) + len(valued) < self._fewest:
             filters = "passed rollout.min_completion_tokens and rollout.drop_truncated"
             cause = SHORT if len(whole) == len(generations) else TRUNCATED
             raise Unusable("filtered", self._too_few(len(kept), filters), cause)
+        rollouts = [*(await self._score(scorer, prompt, kept) if kept else []), *valued]
+        scored = [rollout for rollout in rollouts if rollout.reward is not None]
+        if len(scored) < self._fewest:
+            detail = (
+                f"{self._too_few(len(scored), f'of {len(rollouts)} got a reward')} A function, an environment, "
+                "or a program of [agent] that gives none (None, or no number as its last line of output) "
+                "leaves a completion out; to say that it failed, give 0."
+            )
+            raise Unusable("unscored", detail, UNSCORED)
+        return await self._judged(scorer, prompt, scored)
+
+    async def _score(self, scorer: Scorer, prompt: Prompt, kept: list[Generation]) -> list[Rollout]:
+        begun = time.monotonic()
         try:
-            begun = time.monotonic()
-            rollouts = await scorer.score(prompt, kept) if kept else []
-            self._scoring_seconds.append(time.monotonic() - begun)
-            self._count(rollouts)
-            rollouts += failed
-            scored = [rollout for rollout in rollouts if rollout.reward is not None]
-            if len(scored) < self._fewest:
-                detail = self._too_few(len(scored), f"of {len(rollouts)} got a reward")
-                detail += (
-                    " A function, an environment, or a program of [agent] that gives none (None, or no "
-                    "number as its last line of output) leaves a completion out; to say that it failed, "
-                    "give 0."
-                )
-                raise Unusable("unscored", detail, UNSCORED)
-            accepted = await scorer.accepted(prompt, scored)
+            rollouts = await scorer.score(prompt, kept)
         except ScoringFailed as error:  # logged and counted by the pool
-            cause = "service" if error.kind == "postponed" else "function"
-            self._counts.update({"all": len(kept), cause: len(kept)})
+            self._counts["service" if error.kind == "postponed" else "function"] += len(kept)
+            raise Unusable("unscored", str(error), SCORING_FAILED) from error
+        finally:
+            self._scoring_seconds.append(time.monotonic() - begun)
+        self._count(rollouts)
+        return rollouts
+
+    async def _judged(self, scorer: Scorer, prompt: Prompt, scored: list[Rollout]) -> list[Rollout]:
+        """Those that are accepted, of which some differ in their rewards, rated by the teachers."""
+        try:
+            accepted = await scorer.accepted(prompt, scored)
+        except ScoringFailed as error:  # they have rewards, so none counts as unscored
             raise Unusable("unscored", str(error), SCORING_FAILED) from error
         if len(accepted) < self._fewest:
             detail = self._too_few(len(accepted), "passed rollout.should_accept")
@@ -138,9 +149,8 @@ class GroupJudge:
         if are_equal(rewards) and self._num_dropped < self._most_dropped:
             self._num_dropped += 1
             self.num_equal_dropped += 1
-            raise Unusable(
-                "filtered", "All its rewards are equal (rollout.dynamic_sampling is on).", EQUAL
-            )
+            detail = "All its rewards are equal (rollout.dynamic_sampling is on)."
+            raise Unusable("filtered", detail, EQUAL)
         if self._teachers is None:
             return accepted
         try:
@@ -167,11 +177,9 @@ class GroupJudge:
             "rollout/unscorable_fraction": counts["unscorable"] / num_all,
         }
 
-    def _count(self, rollouts: Sequence[Rollout], service: int = 0) -> None:
-        """Counts rollouts, and completions that failed because of a ``service``."""
+    def _count(self, rollouts: Sequence[Rollout]) -> None:
         self._counts.update(r.unscored or "function" for r in rollouts if r.reward is None)
-        num_unscorable = sum(rollout.unscored == "policy" for rollout in rollouts)
-        self._counts.update(all=len(rollouts) + service, service=service, unscorable=num_unscorable)
+        self._counts["unscorable"] += sum(rollout.unscored == "policy" for rollout in rollouts)
 
     def _too_few(self, number: int, what: str) -> str:
         return f"At least {self._fewest} completions are needed, but {number} {what}."

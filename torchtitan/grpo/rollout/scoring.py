@@ -13,6 +13,7 @@ from torchtitan.grpo.rewards.reward_loading import JUDGE, NAMES, short_names
 from torchtitan.grpo.rewards.scoring_pool import RewardPool
 from torchtitan.grpo.rewards.scoring_worker import Scored
 from torchtitan.grpo.rollout.tokenizer import TextCodec
+from torchtitan.grpo.system.logs import logger
 from torchtitan.grpo.types import Generation, Prompt, Rollout, without_contexts
 
 _MAX_CHARACTERS = 2000
@@ -53,12 +54,13 @@ class Scorer:
         self._acceptor = pool.functions.index(acceptor) if acceptor is not None else None
         self._has_environment = has_environment
         self._functions, self.unscorable_value = list(functions), unscorable_value
+        self._told = set[str]()
 
     async def score(self, prompt: Prompt, generations: Sequence[Generation]) -> list[Rollout]:
         """Returns one rollout per generation.
 
         Its reward is ``None`` if a function with a weight gave ``None`` for it. A function of the user's
-        that gives ``None`` for all of them does not apply to the prompt, and is not in their sums.
+        that gives ``None`` for all of several does not apply to the prompt, and is not in their sums.
         Without reward functions, in a run that learns only from a teacher, each reward is 0.
         Raises :class:`ScoringFailed`, and :class:`RewardError` if the run must stop.
         """
@@ -95,7 +97,7 @@ class Scorer:
         self, prompt: Prompt, written: Sequence[Generation], texts: Sequence[str], scored: Scored
     ) -> list[Rollout]:
         every = list(zip(self._functions, self._weights, scored.values, strict=False))
-        own = [(f, w, of) for f, w, of in every if f in NAMES or any(v is not None for v in of)]
+        own = [(f, w, of) for f, w, of in every if f in NAMES or not w or self._applies(f, of)]
         rollouts = []
         for i, (generation, text) in enumerate(zip(written, texts, strict=True)):
             values = zip(self._names, (of[i] for of in scored.values), strict=False)
@@ -106,17 +108,25 @@ class Scorer:
             elif cause and [f for f, w, of in own if w and of[i] is None] == [JUDGE]:
                 cause = "service"
             rollout = Rollout(
-                **vars(generation),
-                prompt_ids=prompt.token_ids,
-                completion=text,
-                reward=reward if self._names else 0.0,
-                unscored=cause,
+                **vars(generation), prompt_ids=prompt.token_ids, completion=text,
+                reward=reward if self._names else 0.0, unscored=cause,
                 reward_components={name: value for name, value in values if value is not None},
                 reward_metrics=scored.metrics,
                 logged=brief_columns({name: of[i] for name, of in scored.extra.items()}),
-            )
+            )  # fmt: skip
             rollouts.append(rollout)
         return rollouts
+
+    def _applies(self, function: str, values: Sequence[float | None]) -> bool:
+        """A single ``None`` does not tell a prompt of another task from a failure."""
+        applies = len(values) < 2 or any(value is not None for value in values)
+        if not applies and function not in self._told:
+            self._told.add(function)
+            logger.warning(
+                f"{function} (reward.functions) gave None for all {len(values)} completions of a prompt, so it "
+                "does not apply there. If it fails instead, let it raise an error. This is said once."
+            )
+        return applies
 
 
 def read_ids(generation: Generation) -> list[int]:

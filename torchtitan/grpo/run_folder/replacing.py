@@ -163,6 +163,19 @@ def _mark(aside: Path) -> bytes:
     return f"{aside.parent.resolve()} {aside.name.partition('-')[2]}".encode()
 
 
+def _is_removed(aside: Path) -> bool:
+    """Removes parts elsewhere, as far as possible, and their mark last: without it the rest would stay."""
+    with suppress(OSError):
+        for path in list(aside.iterdir()):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            elif path.name != _ELSEWHERE:
+                path.unlink()
+        if os.listdir(aside) == [_ELSEWHERE]:
+            shutil.rmtree(aside)
+    return not aside.exists()
+
+
 class Removal:
     """Removes replaced runs that were not gone on with, on a thread: a disk needs a while for them.
 
@@ -181,9 +194,8 @@ class Removal:
 
     def _run(self) -> None:
         for path in self._paths:
-            for aside, _ in _elsewhere(path):
-                shutil.rmtree(aside, ignore_errors=True)
-            shutil.rmtree(path, ignore_errors=True)
+            if all(list(map(_is_removed, (aside for aside, _ in _elsewhere(path))))):
+                shutil.rmtree(path, ignore_errors=True)  # else the next run needs the note
 
     def close(self) -> None:
         """Waits a while; the next run in the folder removes the rest."""

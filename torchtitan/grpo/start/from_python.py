@@ -289,9 +289,14 @@ def _read(words: list[str]) -> JobConfig:
 def _in_python(text: str) -> str:
     """Returns advice for the command line as advice for who calls :func:`run`."""
     text = text.replace("--job.config_file", "config").replace("on the command line", "in run()")
-    text = re.sub("--(?:nproc|gpus)[ =](?=[0-9])", "ranks=", text).replace("--nproc", "ranks")
+    text = re.sub("Unknown (argument|option) --(?=[a-z])", "Unknown setting ", text)
+    text = re.sub(r"--gpus \(or --nproc\)|--(nproc|gpus)(?![ =][0-9N]\b|[-_])", "ranks", text)
+    text = re.sub("--(?:nproc|gpus)[ =]", "ranks=", text)
     text = text.replace("--job.overwrite", 'job={"overwrite": True}')
-    option = r"--(\w+)\.([\w-]+(?:\.[\w-]+)*)(?:[ =](-?\d[\w.+-]*\b))?"
+    # Of texts, paths and what ends a sentence are values. Other words go on with the sentence.
+    word = r"[^\s;,]*/[^\s;,]*[^\s;,.)]|(?!instead|too)[A-Za-z_]\w*(?=[.;,)](?:\s|$))"
+    text = re.sub(rf"(--\w+\.[\w.-]+)[ =]({word})", r'\1 "\2"', text)
+    option = r"--(\w+)\.([\w-]+(?:\.[\w-]+)*)(?:[ =](-?\d[\w.+-]*\b|\"[^\"]*\"))?"
     return re.sub(option, lambda m: f'{m[1]}={{"{m[2]}": {m[3] or "..."}}}', text)
 
 

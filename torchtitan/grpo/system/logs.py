@@ -25,13 +25,12 @@ def init_logger() -> None:
 
 
 class _LastingFile(io.FileIO):
-    """Loses what a closed terminal, a reader that has ended or a full disk does not take."""
+    """Loses what a closed terminal, a reader that has ended or is slow, or a full disk does not take."""
 
-    def write(self, data: Any, /) -> int | None:
-        try:
-            return super().write(data)
-        except OSError:
-            return len(data)
+    def write(self, data: Any, /) -> int:
+        with contextlib.suppress(OSError):
+            return super().write(data) or len(data)  # nothing if it would block
+        return len(data)
 
 
 def outlive_readers() -> None:

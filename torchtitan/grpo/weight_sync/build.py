@@ -50,15 +50,9 @@ from torchtitan.grpo.weight_wire.version_files import VersionDirectories
 
 
 def build_publisher(
-    config: JobConfig,
-    model_parts: list[nn.Module],
-    adapter: BaseStateDictAdapter,
-    device: torch.device,
-    channel: RankChannel,
-    link: RolloutLink | None,
-    servers: list[ServerInfo],
-    vocab_size: int,
-) -> WeightPublisher:
+    config: JobConfig, model_parts: list[nn.Module], adapter: BaseStateDictAdapter, device: torch.device,
+    channel: RankChannel, link: RolloutLink | None, servers: list[ServerInfo], vocab_size: int,
+) -> WeightPublisher:  # fmt: skip
     """Builds one rank's publisher; collective over all ranks.
 
     Only rank 0, which leads, has a ``link`` to the rollout process, and ``servers`` to push to.
@@ -99,35 +93,23 @@ def build_publisher(
         parts = _leader_parts(config, plan, agent, sender, channel, transport)
         # A server adds adapters to what it serves.
         sent = None if adapters_only else _sent_tensors(plan, parts.sources)
-        tolerances = tolerances_of(plan.wire_dtype, sync.attest_tolerance)
         tokens = attested_tokens(config, vocab_size)
-        attestation = Attestation(
-            every=sync.attest_every, tokens=tokens, probes=probes, tolerances=tolerances,
-            timeout_seconds=sync.timeout_seconds, sent=sent,
-        )  # fmt: skip
+        attestation = _attestation(sync, plan, tokens, probes, sent)
         make_leader = functools.partial(
             _make_leader, sync, slots, parts, attestation, link, servers
         )
     own = [agent] if sender is None else [sender, agent]
     return WeightPublisher(
-        snapshots=snapshots,
-        slots=slots,
-        probes=probes,
-        attest_every=sync.attest_every,
-        make_leader=make_leader,
-        follow=lambda: channel.serve(own),
-    )
+        snapshots=snapshots, slots=slots, probes=probes, attest_every=sync.attest_every,
+        make_leader=make_leader, follow=lambda: channel.serve(own),
+    )  # fmt: skip
 
 
 def client_for(inference: Inference, server: ServerInfo) -> InferenceClient:
     return make_client(
-        server.kind,
-        server.url,
-        api_key=inference.api_key,
-        admin_key=inference.admin_key,
-        control_timeout_seconds=inference.control_timeout_seconds,
-        idle_seconds=IDLE_SECONDS,
-    )
+        server.kind, server.url, api_key=inference.api_key, admin_key=inference.admin_key,
+        control_timeout_seconds=inference.control_timeout_seconds, idle_seconds=IDLE_SECONDS,
+    )  # fmt: skip
 
 
 def _patience_seconds(sync: WeightSync) -> float:
@@ -144,13 +126,9 @@ def _make_pool(sync: WeightSync, plan: PushPlan, slots: SnapshotSlots) -> Payloa
 
 
 def _leader_parts(
-    config: JobConfig,
-    plan: PushPlan,
-    agent: Agent,
-    sender: Sender | None,
-    channel: RankChannel,
+    config: JobConfig, plan: PushPlan, agent: Agent, sender: Sender | None, channel: RankChannel,
     transport: Transport[Any],
-) -> LeaderParts:
+) -> LeaderParts:  # fmt: skip
     # A call must not end before the timeouts that the called methods apply themselves.
     timeout_seconds = 2 * _patience_seconds(config.weight_sync)
 
@@ -160,13 +138,11 @@ def _leader_parts(
     source_ranks = [source.rank for source in plan.sources]
     agents = [on_rank(Agent, agent, rank) for rank in range(dist.get_world_size())]
     return LeaderParts(
-        agents=agents,
-        sources=[agents[rank] for rank in source_ranks],
+        agents=agents, sources=[agents[rank] for rank in source_ranks],
         senders=[on_rank(transport.sender_type, sender, rank) for rank in source_ranks],
-        own=[agent] if sender is None else [sender, agent],
-        transport=transport,
+        own=[agent] if sender is None else [sender, agent], transport=transport,
         make_client=lambda server: client_for(config.inference, server),
-    )
+    )  # fmt: skip
 
 
 def _sent_tensors(plan: PushPlan, sources: Sequence[Agent]) -> SentTensors:
@@ -177,15 +153,17 @@ def _sent_tensors(plan: PushPlan, sources: Sequence[Agent]) -> SentTensors:
     return SentTensors(str(plan.wire_dtype).removeprefix("torch."), checksums)
 
 
+def _attestation(
+    sync: WeightSync, plan: PushPlan, tokens: list[int], probes: Probes, sent: SentTensors | None
+) -> Attestation:
+    tolerances = tolerances_of(plan.wire_dtype, sync.attest_tolerance)
+    return Attestation(sync.attest_every, tokens, probes, tolerances, sync.timeout_seconds, sent)
+
+
 def _make_leader(
-    sync: WeightSync,
-    slots: SlotTable,
-    parts: LeaderParts,
-    attestation: Attestation,
-    link: RolloutLink,
-    servers: Sequence[ServerInfo],
-    on_change: Callable[[], None],
-) -> Leader:
+    sync: WeightSync, slots: SlotTable, parts: LeaderParts, attestation: Attestation, link: RolloutLink,
+    servers: Sequence[ServerInfo], on_change: Callable[[], None],
+) -> Leader:  # fmt: skip
     listeners = Listeners(on_change, link.notify_version, link.notify_lost, link.notify_asleep)
     return Leader(slots, parts, sync, attestation, listeners, servers, link.watch.poll)
 
@@ -198,13 +176,10 @@ def _make_group_transport(
     # The configured address belongs to the host of rank 0. Sources on other hosts find their own.
     is_on_first_host = dist.get_rank() < int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     settings = GroupSettings(
-        master_address=sync.master_address if is_on_first_host else "auto",
-        transport=sync.transport,
-        timeout_seconds=sync.timeout_seconds,
-        device=device,
+        master_address=sync.master_address if is_on_first_host else "auto", transport=sync.transport,
+        timeout_seconds=sync.timeout_seconds, device=device, deltas=sync.delta,
         largest_bucket=max(b.num_bytes for source in plan.sources for b in source.buckets),
-        deltas=sync.delta,
-    )
+    )  # fmt: skip
     return GroupTransport(plan, settings)
 
 

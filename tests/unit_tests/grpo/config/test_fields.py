@@ -102,6 +102,17 @@ def test_tables_that_a_custom_module_adds_or_extends_are_bounded(monkeypatch, tm
             load_config([*arguments, argument])
 
 
+def test_a_custom_module_is_found_in_the_current_folder_and_shadows_nothing(tmp_path, monkeypatch):
+    source = "import dataclasses\n@dataclasses.dataclass\nclass JobConfig:\n    pass\n"
+    for name in ("mine_of_a_folder", "random"):
+        (tmp_path / f"{name}.py").write_text(source)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p])  # as `python -P` starts
+    load_config(["--job.custom_config_module=mine_of_a_folder", *LIVE])
+    with pytest.raises(ConfigError, match="'random' has no attribute 'JobConfig'"):
+        load_config(["--job.custom_config_module=random", *LIVE])
+
+
 def test_the_description_marks_what_differs_from_the_defaults(monkeypatch):
     monkeypatch.setenv("TORCHTITAN_GRPO_API_KEY", "secret")
     given = [

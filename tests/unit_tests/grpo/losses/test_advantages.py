@@ -126,6 +126,13 @@ def test_max_rl_weights_successes_by_one_over_their_rate():
     np.testing.assert_allclose(got + 1, [4, 0, 0, 0], atol=1e-6)
 
 
+@pytest.mark.parametrize("nothing", [0.3 - 0.1 - 0.2, float(np.float32(0.3)) - 0.1 - 0.2 - 2e-8])
+def test_max_rl_takes_what_is_below_0_by_rounding_for_0(nothing):
+    assert nothing < 0
+    got = advantages([nothing, 0.0, 1.0, nothing, 0.0, 0.0], [0, 0, 0, 1, 1, 1], kind="max_rl")
+    np.testing.assert_allclose(got, [-1, -1, 2, 0, 0, 0], atol=1e-5)
+
+
 def test_groups_with_equal_rewards_are_counted():
     rewards = np.array([1.0, 1.0, 0.0, 1.0, 0.5, 0.5])
     assert num_equal_groups(rewards, np.array([0, 0, 1, 1, 2, 2])) == 2
@@ -178,6 +185,7 @@ def test_token_weights_are_those_worked_out_by_hand(kind, expected):
         (lambda: advantages([1.0, math.nan], [1, 1]), r"finite, got \[nan\]"),
         (lambda: advantages([1.0, 2.0], [1, 1, 1]), "must match"),
         (lambda: advantages([-0.5, 1.0], [0, 0], kind="max_rl"), r"max_rl.* at least 0, got -0\.5"),
+        (lambda: advantages([-1e-5, 1.0], [0, 0], kind="max_rl"), r"at least 0, got -1e-05"),
         (lambda: shaped([math.inf], [1]), r"finite, got \[inf\]"),
         (lambda: shaped([1.0], [1, 2]), "must match"),
         (lambda: token_weights(np.array([-1]), kind="token_mean", constant_length=8),

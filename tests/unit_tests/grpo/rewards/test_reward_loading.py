@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 
 import os.path
+import random
 import subprocess
 from pathlib import Path
 
@@ -57,7 +58,7 @@ def test_a_function_finds_its_neighbours_and_they_shadow_nothing(tmp_path, shado
     [
         ("exact_mach", "built-in agent, boxed_math, environment, exact_match"),
         ("no_such_module:reward", "importing no_such_module failed with ModuleNotFoundError"),
-        ("os.path:no_such", "os.path has no 'no_such'"),
+        ("os.path:no_such", r"os.path \(.*/posixpath.py\) has no 'no_such'"),
         ("os.path:sep", "must be callable, got a str"),
         ("missing/file.py:reward", r"the file .*missing/file\.py does not exist"),
         ("os.path:", "must be package.module:function"),
@@ -67,6 +68,19 @@ def test_path_that_cannot_be_loaded_is_refused_by_name(path: str, message: str):
     with pytest.raises(ValueError, match=message) as caught:
         load_function(path)
     assert repr(path) in str(caught.value)
+
+
+def test_a_file_that_an_installed_module_hides_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError) as caught:
+        load_function("random:reward")
+    assert f"random ({random.__file__}) has no 'reward'" in str(caught.value)
+    assert "Did you mean" not in str(caught.value)
+    for name in ("random", "sys"):
+        (tmp_path / f"{name}.py").write_text("def reward(): ...\n")
+        with pytest.raises(ValueError, match=rf"Did you mean \./{name}\.py:reward\?"):
+            load_function(f"{name}:reward")
+        load_function(f"./{name}.py:reward")
 
 
 def test_only_accepted_keywords_are_passed():

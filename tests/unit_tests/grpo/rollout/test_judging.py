@@ -2,16 +2,30 @@
 # SPDX-License-Identifier: BSD-3-Clause
 
 import asyncio
+import http.client
+import io
+import json
+import shutil
+import socket
+import ssl
+import tarfile
+import urllib.error
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import aiohttp
+import httpx
 import numpy as np
+import openai
 import pytest
+import requests
 import rollouts
 from rollouts import generation
 
 from torchtitan.grpo import config
+from torchtitan.grpo.functions import failure_kind
+from torchtitan.grpo.rewards.scoring_pool import ScoringFailed
 from torchtitan.grpo.rollout.environments import EnvironmentFailed
 from torchtitan.grpo.rollout.judging import GroupJudge, Rules, Unusable
 from torchtitan.grpo.rollout.scoring import Scorer
@@ -127,6 +141,39 @@ def test_completions_without_a_reward_are_counted_by_cause(value, kept):
     assert set(judge.take_metrics().values()) == {0.0}
 
 
+class FailingToScore(GivenRewards):
+    async def score(self, prompt: Prompt, generations: Sequence[Generation]) -> list[Rollout]:
+        raise ScoringFailed("postponed", "The judge is away.")
+
+
+class FailingToAccept(GivenRewards):
+    async def accepted(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        raise ScoringFailed("raised", "should_accept raised.")
+
+
+GIVEN_UP: dict[str, tuple[Scorer, int, int, dict[str, float]]] = {
+    "not scored": (FailingToScore([], ()), 3, 1, {"by_service": 4.0, "fraction": 1.0}),
+    "not accepted": (FailingToAccept([0.0, 0.5, 1.0], ()), 3, 1, {"by_service": 1.0, "fraction": 0.25}),
+    "too few came back": (GivenRewards([], ()), 1, 3, {"by_service": 3.0, "fraction": 0.75}),
+    "too few rewards": (GivenRewards([None, 1.0, None], ()), 3, 0, {"by_function": 2.0, "fraction": 2 / 3}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", GIVEN_UP)
+def test_completions_of_a_group_that_is_given_up_count_once(case):
+    scorer, num_whole, num_failed, expected = GIVEN_UP[case]
+    grpo = config.GRPO(group_size=2, prompts_per_step=1)
+    judge = GroupJudge({"": Rules(scorer, config.Rollout())}, config.Rollout(), grpo)
+    with pytest.raises(Unusable):
+        asyncio.run(judge.judge(PROMPT, THREE[:num_whole], "", [failure("timeout")] * num_failed))
+    metrics = judge.take_metrics()
+    assert (metrics.pop("rollout/scoring_seconds") > 0) == (case != "too few came back")
+    found = {
+        key.removeprefix("rollout/unscored_"): value for key, value in metrics.items() if value
+    }
+    assert found == expected
+
+
 def test_a_group_whose_episodes_all_failed_is_trained_on_with_the_value_alone():
     scorer = Valued([], (True,) * 3)
     grpo = config.GRPO(group_size=2, prompts_per_step=1)
@@ -150,6 +197,69 @@ BLAMED = {
 @pytest.mark.parametrize(("kind", "is_policys"), BLAMED.items())
 def test_the_policy_is_blamed_for_what_crashes_and_not_for_services_and_machines(kind, is_policys):
     assert (failure(kind).written is not None) == is_policys
+
+
+ASKED = httpx.Request("GET", "http://127.0.0.1")
+
+
+def refused_with(status: int) -> Exception:
+    return httpx.HTTPStatusError("", request=ASKED, response=httpx.Response(status))
+
+
+def answered(status: int) -> Exception:
+    return openai.APIStatusError("", response=httpx.Response(status, request=ASKED), body=None)
+
+
+def asked_by_requests(status: int) -> Exception:
+    response = requests.Response()
+    response.status_code = status
+    return requests.HTTPError(response=response)
+
+
+def of_aiohttp(status: int) -> Exception:
+    return aiohttp.ClientResponseError(None, (), status=status)  # pyright: ignore
+
+
+def of_urllib(status: int) -> Exception:
+    return urllib.error.HTTPError("u", status, "m", http.client.HTTPMessage(), io.BytesIO())
+
+
+class Hostile(Exception):
+    @property
+    def status(self) -> int:
+        raise KeyError("status")
+
+
+OUTSIDE = [
+    aiohttp.ServerDisconnectedError(), aiohttp.ClientOSError(104, "reset"), aiohttp.ClientPayloadError(),
+    aiohttp.ClientError(), aiohttp.ServerTimeoutError(), urllib.error.URLError("x"), http.client.RemoteDisconnected(""),
+    http.client.IncompleteRead(b""), http.client.BadStatusLine(""), socket.gaierror(-3, "x"), socket.herror(),
+    ssl.SSLEOFError(), BrokenPipeError(), BlockingIOError(11, "fork"), OSError(24, "x"), MemoryError(),
+    RuntimeError("can't start new thread"), httpx.ReadError(""), httpx.WriteError(""), httpx.RemoteProtocolError(""),
+    httpx.PoolTimeout(""), httpx.ProxyError(""), requests.exceptions.ChunkedEncodingError(),
+    requests.exceptions.SSLError(), openai.APIConnectionError(request=ASKED), openai.APIError("", ASKED, body=None),
+    ExceptionGroup("tasks", [KeyError(), ExceptionGroup("inner", [ConnectionResetError()])]),
+    *(of(status) for of in (refused_with, answered, asked_by_requests, of_aiohttp, of_urllib) for status in (429, 503)),
+]  # fmt: skip
+OF_CODE = [
+    KeyError("Timeout"), FileNotFoundError(2, "x"), PermissionError(13, "x"), shutil.SameFileError(), RecursionError(),
+    tarfile.ReadError(), io.UnsupportedOperation(), json.JSONDecodeError("x", "", 0), UnicodeDecodeError("utf-8", b"", 0, 1, ""),
+    aiohttp.InvalidURL("x"), httpx.UnsupportedProtocol(""), httpx.LocalProtocolError(""), requests.exceptions.MissingSchema(),
+    RuntimeError("x"), Hostile(), SystemExit(1), ExceptionGroup("tasks", [KeyError(), ValueError()]),
+    *(of(status) for of in (refused_with, answered, asked_by_requests, of_aiohttp, of_urllib) for status in (400, 404)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [*((e, "outside: ") for e in OUTSIDE), *((e, "raised ") for e in OF_CODE)],
+    ids=repr,
+)
+def test_faults_of_services_and_machines_are_told_from_those_of_code(error, kind):
+    assert failure_kind(error) == f"{kind}{type(error).__name__}"
+    below = RuntimeError("search failed")
+    below.__cause__ = error
+    assert failure_kind(below) == f"{kind}RuntimeError"
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,8 @@ def functions(tmp_path: Path) -> str:
 SUMS: dict[str, tuple[list[str], list[float], list[str], list[float | None], list[str]]] = {
     "some": (["length", "even"], [0.5, -3.0], ["12", "123"], [-2.0, None], ["", "function"]),
     "none applies": (["length", "even"], [0.5, -3.0], ["1", "123"], [0.5, 1.5], ["", ""]),
+    "one that failed": (["length", "even"], [], ["1"], [None], ["function"]),
+    "one without a weight": (["length", "even"], [1.0, 0.0], ["1"], [1.0], [""]),
     "without a weight": (["length", "even"], [1.0, 0.0], ["12", "123"], [2.0, 3.0], ["", ""]),
     "alone": (["even"], [], ["1", "123"], [None, None], ["function", "function"]),
     "of the policy": (["hard", "length"], [], ["1", "12"], [None, 3.0], ["policy", ""]),
@@ -80,7 +82,7 @@ SUMS: dict[str, tuple[list[str], list[float], list[str], list[float | None], lis
 
 @pytest.mark.parametrize("case", SUMS)
 async def test_a_completion_that_a_function_with_a_weight_could_not_score_is_unscored(
-    case, functions, codec
+    case, functions, codec, caplog
 ):
     short, weights, texts, rewards, causes = SUMS[case]
     names = [name if name == "boxed_math" else f"{functions}:{name}" for name in short]
@@ -99,6 +101,8 @@ async def test_a_completion_that_a_function_with_a_weight_could_not_score_is_uns
     assert [rollout.unscored for rollout in rollouts] == causes
     with_value = [-1.0 if c == "policy" else r for r, c in zip(rewards, causes, strict=True)]
     assert [rollout.reward for rollout in valued] == with_value
+    told = [r.message.partition(" ")[0] for r in caplog.records if "does not apply" in r.message]
+    assert told == [f"{functions}:even"] * (case in ("none applies", "alone"))
     if case == "some":
         components = [rollout.reward_components for rollout in rollouts]
         assert components == [{"length": 2.0, "even": 1.0}, {"length": 3.0}]

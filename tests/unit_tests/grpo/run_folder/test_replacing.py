@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -314,13 +315,8 @@ def test_a_damaged_note_is_told_and_keeps_no_run_from_starting(
 
 def test_a_copied_run_folder_leaves_the_parts_of_the_first_alone(tmp_path, monkeypatch, caplog):
     """Its link to checkpoints, and its note of where replaced ones are, are copied as well."""
-    folder, copy = tmp_path / "run", tmp_path / "copy"
-    write_old(folder, "elsewhere")
-    of_launch(monkeypatch, "first")
-    failed = RunFolder(make_config(folder))
-    failed.begin()
-    failed.close(failed=True)
-    (parts,) = (tmp_path / "elsewhere").glob("replaced-*")
+    folder, parts = fail_over_with_links(tmp_path / "place", monkeypatch)
+    copy = tmp_path / "place/copy"
     shutil.copytree(folder, copy, symlinks=True)
     of_launch(monkeypatch, "second")
     start(make_config(copy))
@@ -329,6 +325,62 @@ def test_a_copied_run_folder_leaves_the_parts_of_the_first_alone(tmp_path, monke
     of_launch(monkeypatch, "third")
     start(make_config(folder))
     assert not parts.exists(), "the run whose they are removes them"
+
+
+def fail_over_with_links(place: Path, monkeypatch) -> tuple[Path, Path]:
+    """The folder of a run that has replaced another, and where the linked checkpoints of that are."""
+    place.mkdir()
+    write_old(place / "run", "elsewhere")
+    of_launch(monkeypatch, "first")
+    failed = RunFolder(make_config(place / "run"))
+    failed.begin()
+    failed.close(failed=True)
+    (parts,) = (place / "elsewhere").glob("replaced-*")
+    return place / "run", parts
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("num_done", range(9))
+def test_a_killed_removal_of_linked_checkpoints_is_gone_on_with(tmp_path, monkeypatch, num_done):
+    folder, parts = fail_over_with_links(tmp_path / "place", monkeypatch)
+    calls = itertools.count()
+
+    def until_killed(change: Callable[..., None]) -> Callable[..., None]:
+        def changed(*args, **kwargs) -> None:
+            if threading.current_thread().name == "run-removal" and next(calls) >= num_done:
+                raise SystemExit
+            change(*args, **kwargs)
+
+        return changed
+
+    with monkeypatch.context() as patched:
+        for name in ("unlink", "rmdir"):
+            patched.setattr(os, name, until_killed(getattr(os, name)))
+        of_launch(patched, "second")
+        start(make_config(folder))
+    assert next(calls) > num_done and earlier_runs(str(folder), "removing")
+    of_launch(monkeypatch, "third")
+    start(make_config(folder))
+    assert not earlier_runs(str(folder), "removing")
+    assert not list(parts.rglob("*")), "nobody removes them any more"
+
+
+def test_a_removal_that_fails_is_tried_again_by_the_next_run(tmp_path, monkeypatch):
+    folder, parts = fail_over_with_links(tmp_path / "place", monkeypatch)
+    rmtree = shutil.rmtree
+
+    def fails_for_parts(path, *args, **kwargs) -> None:
+        if parts.name not in str(path) or "elsewhere" not in str(path):
+            rmtree(path, *args, **kwargs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "rmtree", fails_for_parts)
+        of_launch(patched, "second")
+        start(make_config(folder))
+    assert earlier_runs(str(folder), "removing") and list(parts.rglob(".metadata"))
+    of_launch(monkeypatch, "third")
+    start(make_config(folder))
+    assert not parts.exists() and not earlier_runs(str(folder), "removing")
 
 
 @pytest.mark.parametrize(("count", "note"), [(1, '{"launch": "old"}'), (0, "{")])

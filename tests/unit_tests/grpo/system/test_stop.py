@@ -1,5 +1,6 @@
 """Signals that a training rank gets, also while its main thread is out of reach."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -117,17 +118,25 @@ sys.exit(7)
 """
 
 
-@pytest.mark.parametrize("output", ["pipe", "terminal", "full disk", "closed"])
+@pytest.mark.parametrize("output", ["pipe", "full pipe", "terminal", "full disk", "closed"])
 def test_what_nobody_reads_ends_no_process(tmp_path, output):
     (tmp_path / "program.py").write_text(PRINTING)
     reader, writer = os.openpty() if output == "terminal" else os.pipe()
+    if output == "full pipe":
+        os.set_blocking(writer, False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                os.write(writer, b"x" * 1000)
     target = os.open("/dev/full", os.O_WRONLY) if output == "full disk" else writer
     process = subprocess.Popen(
         ["bash", "-c", '"$@"' + " >&- 2>&-" * (output == "closed"), "", *LIGHT_PYTHON, "program"],
         cwd=tmp_path, stdin=subprocess.PIPE, stdout=target, stderr=target,
     )  # fmt: skip
     os.close(writer)
-    os.close(reader)  # the program prints after this
+    if output != "full pipe":
+        os.close(reader)  # the program prints after this
     assert process.stdin is not None
     process.communicate(b"go\n", timeout=60)
     assert process.returncode == 7
+    if output == "full pipe":
+        os.close(reader)
