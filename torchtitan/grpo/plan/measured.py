@@ -39,9 +39,10 @@ _PROPORTIONAL = "depends on its tokens: all of it is taken as proportional to th
 class Measured:
     """``num_ranks`` and ``num_servers`` are those with which ``costs`` were measured.
 
-    ``waited`` is the part of the time in which training waited for rollouts, and ``cores`` how many
-    cores all processes share, or 0 if each has a GPU. ``assumed`` names the costs of lending that the
-    run does not tell, and ``doubts`` are sentences on what else it does not tell.
+    ``waited`` is the part of the time in which training waited for rollouts, ``waits`` that in which
+    these waited for rewards and episodes, and ``cores`` how many cores all processes share, or 0 if each
+    has a GPU. The reward in ``costs`` includes the wait for a worker. ``assumed`` names the costs of
+    lending that the run does not tell, and ``doubts`` are sentences on what else it does not tell.
     """
 
     config: JobConfig
@@ -56,6 +57,7 @@ class Measured:
     num_steps: int
     samples_per_second: float
     waited: float
+    waits: dict[str, float]
     cores: int
 
 
@@ -97,6 +99,7 @@ def read_run(folder: Path) -> Measured:
         num_steps=len(used),
         samples_per_second=samples / (seconds := _mean(used, "time/step_seconds")),
         waited=_mean(used, "time/wait_data_seconds") / seconds,
+        waits={w: _median(used, f"rollout/wait_{w}_fraction") for w in ("rewards", "episodes")},
         cores=0 if environment.get("devices", True) else os.cpu_count() or 1,
     )
 
@@ -128,6 +131,7 @@ def _costs(
         train_token=train_token,
         push=gather + push,
         transfer=_median(records, "weight_sync/push_bytes") / 1e9 / rate,
+        reward=_median(records, "rollout/scoring_seconds"),
         room=hardware.ROOM_SECONDS,
         wake=hardware.WAKE_SECONDS + gather + push,
         sleep=hardware.SLEEP_SECONDS,
