@@ -87,21 +87,16 @@ def read_run(folder: Path) -> Measured:
     samples = config.grpo.prompts_per_step * config.grpo.group_size
     tokens = statistics.fmean(map(_tokens, used)) / samples
     return Measured(
-        config=config,
-        costs=replace(costs, **loans),
-        assumed=[name for name in hardware.LENDING if name not in loans],
-        doubts=doubts,
-        lengths=_lengths(folder, config, used),
+        config, replace(costs, **loans), [name for name in hardware.LENDING if name not in loans], doubts,
+        _lengths(folder, config, used),
         prompt_tokens=max(0.0, tokens - _mean(used, _TOKENS)),
         dropped=_dropped(used, config.grpo.prompts_per_step),
-        num_ranks=environment["num_ranks"],
-        num_servers=len(servers),
-        num_steps=len(used),
+        num_ranks=environment["num_ranks"], num_servers=len(servers), num_steps=len(used),
         samples_per_second=samples / (seconds := _mean(used, "time/step_seconds")),
         waited=_mean(used, "time/wait_data_seconds") / seconds,
         waits={w: _median(used, f"rollout/wait_{w}_fraction") for w in ("rewards", "episodes")},
         cores=0 if environment.get("devices", True) else os.cpu_count() or 1,
-    )
+    )  # fmt: skip
 
 
 def _costs(
@@ -124,18 +119,12 @@ def _costs(
     gather, push = (_median(records, f"weight_sync/{name}_seconds") for name in ("gather", "push"))
     rate = _median(records, _PUSH_RATE, math.inf)
     costs = Costs(
-        request=float(share @ request),
-        token=float(share @ token),
-        beside=float(share @ beside),
-        train=train,
-        train_token=train_token,
+        *(float(share @ cost) for cost in (token, beside, request)), train=train, train_token=train_token,
         push=gather + push,
         transfer=_median(records, "weight_sync/push_bytes") / 1e9 / rate,
         reward=_median(records, "rollout/scoring_seconds"),
-        room=hardware.ROOM_SECONDS,
-        wake=hardware.WAKE_SECONDS + gather + push,
-        sleep=hardware.SLEEP_SECONDS,
-    )
+        room=hardware.ROOM_SECONDS, wake=hardware.WAKE_SECONDS + gather + push, sleep=hardware.SLEEP_SECONDS,
+    )  # fmt: skip
     return costs, doubts
 
 

@@ -98,17 +98,13 @@ class Simulation:
         return Outcome(
             step_seconds=seconds / num_batches,
             samples_per_second=factor * of["samples"] / seconds,
-            trained=of["train"] / seconds,
-            waited=(of["wait"] - of["lent"]) / seconds,
-            pushed=of["push"] / seconds,
-            lent=of["lent"] / seconds,
+            trained=of["train"] / seconds, waited=(of["wait"] - of["lent"]) / seconds,
+            pushed=of["push"] / seconds, lent=of["lent"] / seconds,
             lent_tokens=of["lent_tokens"] / max(of["tokens"], 1),
             busy=min(1.0, of["busy"] / (seconds * max(1, self.system.num_servers))),
             scoring_seconds=of["scoring"] / max(of["scored"], 1),
-            mean_age=float(np.mean(self.ages)),
-            max_age=max(self.ages),
-            num_events=next(self._order),
-        )
+            mean_age=float(np.mean(self.ages)), max_age=max(self.ages), num_events=next(self._order),
+        )  # fmt: skip
 
     def _run_until(self, version: int) -> None:
         while self.version < version:
