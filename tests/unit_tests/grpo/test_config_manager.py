@@ -55,6 +55,41 @@ def test_what_the_file_gets_wrong_is_named_with_its_key(load, toml, message):
         load(toml)
 
 
+UNKNOWN = """
+learning_rate = 1e-6
+trainer = { total_epochs = 3, project_name = "x", foo = 1 }
+grpo = { num_generations = 4, beta = 0.1, group_sise = 3, group_size = 4 }
+actor_rollout_ref = { rollout = { n = 8 }, actor = { strategy = "fsdp" } }
+data.train_files = "x"
+gpro = { group_size = 1, clip_low = 3 }
+cluster.a = { tagz = ["rollout"], nodes = 3 }
+"""
+NAMED = """
+learning_rate trainer.total_epochs trainer.project_name trainer.foo grpo.num_generations grpo.beta
+grpo.group_sise actor_rollout_ref.rollout.n actor_rollout_ref.actor data.train_files gpro
+cluster.a.tagz cluster.a.nodes
+"""
+
+
+def test_all_unknown_keys_of_a_file_and_a_command_line_are_told_at_once(load):
+    words = [
+        "--grpo.bta=3",
+        "--grpo.group_size=x",
+        "--data.files=1",
+        "--cluster.b={tagz = 1, x = 2}",
+    ]
+    with pytest.raises(ConfigError) as error:
+        load(UNKNOWN, *words)
+    lines = str(error.value).splitlines()
+    file, arguments = lines[: len(NAMED.split())], lines[len(NAMED.split()) :]
+    assert [line.split()[2] for line in file] == NAMED.split()
+    assert [line.split(". ")[0].split(" must ")[0].split()[-1] for line in arguments[:3]] == [
+        "--grpo.bta", "--grpo.group_size", "--data.files",
+    ]  # fmt: skip
+    assert [line.split()[2] for line in arguments[3:]] == ["tagz", "x"]
+    assert all(line.count(". ") for line in lines), "each has its hint"
+
+
 def test_a_registry_is_a_folder_or_an_address_with_a_key(load, monkeypatch, tmp_path):
     variable = "TORCHTITAN_GRPO_ADMIN_KEY"
     monkeypatch.delenv(variable, raising=False)

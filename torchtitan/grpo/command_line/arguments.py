@@ -25,10 +25,10 @@ from torchtitan.grpo.command_line import ConfigError
 from torchtitan.grpo.command_line.keys import (
     all_keys,
     answer_to_value,
-    check_keys,
     hint_for,
     row_type,
     settings,
+    unknown_keys,
 )
 
 _REMEDY = "Change it on the command line."
@@ -45,9 +45,15 @@ Override = tuple[tuple[str, ...], Any]
 """The names of the tables and of a setting (and of a key in one that is a dict), and its value."""
 
 
-def read_arguments(cls: type, args: list[str]) -> list[Override]:
-    """Returns values for settings of ``cls`` in their order; ConfigError if one does not fit."""
-    return [value for option, words in _split(args) for value in _read(cls, option, words)]
+def read_arguments(cls: type, args: list[str]) -> tuple[list[Override], list[str]]:
+    """Returns values for settings of ``cls`` in their order, and a sentence on each that does not fit."""
+    found, wrong = list[Override](), list[str]()
+    for option, words in _split(args):
+        try:
+            found += _read(cls, option, words)
+        except ConfigError as error:
+            wrong.append(str(error))
+    return found, wrong
 
 
 def _split(args: list[str]) -> Iterator[tuple[str, list[str]]]:
@@ -187,7 +193,8 @@ def _converted(path: tuple[str, ...], annotation: Any, value: Any) -> Iterator[O
         yield path, msgspec.convert(value, type=annotation, strict=False)
         return
     assert isinstance(annotation, type)
-    check_keys(annotation, msgspec.convert(value, type=dict))
+    if wrong := [*unknown_keys(annotation, msgspec.convert(value, type=dict))]:
+        raise ConfigError("\n".join(wrong))
     for f in fields(annotation):
         if f.name in value:
             yield from _converted((*path, f.name), f.type, value[f.name])

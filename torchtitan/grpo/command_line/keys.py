@@ -6,12 +6,10 @@
 import difflib
 import functools
 import tomllib
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_args, get_origin
-
-from torchtitan.grpo.command_line import ConfigError
 
 
 @functools.cache
@@ -30,8 +28,10 @@ def settings(cls: type) -> dict[str, Any]:
     return {key: kind for key, kind in all_keys(cls).items() if not is_dataclass(kind)}
 
 
-def check_keys(cls: type, data: dict[str, Any], prefix: str = "", known: Any = None) -> None:
-    """Raises ConfigError for the first key that no table has, with the nearest key.
+def unknown_keys(
+    cls: type, data: dict[str, Any], prefix: str = "", known: Any = None
+) -> Iterator[str]:
+    """Yields a sentence for each key that no table has, with the nearest key.
 
     ``cls`` is the table of ``data`` with the name ``prefix``; ``known`` are all settings.
     """
@@ -39,16 +39,18 @@ def check_keys(cls: type, data: dict[str, Any], prefix: str = "", known: Any = N
     table = {f.name: f.type for f in fields(cls)}
     for key, value in data.items():
         if key not in table:
-            named, hint = _nested_answer(f"{prefix}{key}", value, known)
-            hint = hint or hint_for(f"{prefix}{key}", known, table)
-            raise ConfigError(f"Unknown key {named} in the TOML file. {hint}")
+            for named, hint in _nested_answers(f"{prefix}{key}", value, known):
+                siblings = table if named == f"{prefix}{key}" else ()
+                hint = hint or hint_for(named, known, siblings)
+                yield f"Unknown key {named} in the TOML file. {hint}"
+            continue
         inner = table[key]
         if isinstance(inner, type) and is_dataclass(inner) and isinstance(value, dict):
-            check_keys(inner, value, f"{prefix}{key}.", known)
+            yield from unknown_keys(inner, value, f"{prefix}{key}.", known)
         elif (row := row_type(inner)) and isinstance(value, dict):
             for name, of_row in value.items():
                 if isinstance(of_row, dict):
-                    check_keys(row, of_row, f"{prefix}{key}.{name}.", known)
+                    yield from unknown_keys(row, of_row, f"{prefix}{key}.{name}.", known)
 
 
 def row_type(kind: Any) -> type | None:
@@ -57,16 +59,16 @@ def row_type(kind: Any) -> type | None:
     return inner if isinstance(inner, type) and is_dataclass(inner) else None
 
 
-def _nested_answer(key: str, value: Any, known: Collection[str]) -> tuple[str, str]:
-    """Returns the key that has an answer, the unknown table or a key in it, and the answer."""
+def _nested_answers(key: str, value: Any, known: Collection[str]) -> list[tuple[str, str]]:
+    """Returns an unknown key, or all keys in an unknown table if any has an answer, with the answers."""
+    own = answer_to(key)
     tables = {k.partition(".")[0] for k in known}
-    is_misspelt = difflib.get_close_matches(key, tables, n=1) and not answer_to(key)
+    is_misspelt = difflib.get_close_matches(key, tables, n=1) and not own
     if isinstance(value, dict) and not is_misspelt:
-        for name, inner in value.items():
-            named, answer = _nested_answer(f"{key}.{name}", inner, known)
-            if answer:
-                return named, answer
-    return key, answer_to(key)
+        found = [pair for k, v in value.items() for pair in _nested_answers(f"{key}.{k}", v, known)]
+        if any(answer for _, answer in found):
+            return [(named, answer or own) for named, answer in found]
+    return [(key, own)]
 
 
 def hint_for(key: str, known: Collection[str], siblings: Collection[str], mark: str = "") -> str:

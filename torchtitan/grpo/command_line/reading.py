@@ -13,7 +13,7 @@ import msgspec
 
 from torchtitan.grpo.command_line import ConfigError
 from torchtitan.grpo.command_line.arguments import Override, read_arguments
-from torchtitan.grpo.command_line.keys import answer_to_value, check_keys
+from torchtitan.grpo.command_line.keys import answer_to_value, unknown_keys
 from torchtitan.grpo.functions import find_neighbours
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.system.file_formats import UTF8_MARK, other_format
@@ -28,16 +28,17 @@ _KEY_VARIABLES: dict[tuple[str, ...], str] = {
 
 
 def read_config(args: list[str]) -> JobConfig:
-    """Reads the command line and its TOML file; ConfigError is one line."""
+    """Reads the command line and its TOML file; ConfigError has a line for each mistake."""
     data = _read_toml(_last_value(args, "job.config_file"))
     module = _last_value(args, "job.custom_config_module")
     if module is None:
         job = data.get("job", {})
         module = job.get("custom_config_module") if isinstance(job, dict) else None
     cls = _with_custom_tables(module) if module else JobConfig
-    overrides = read_arguments(cls, args)
+    overrides, wrong = read_arguments(cls, args)
     _refuse_secrets(overrides)
-    check_keys(cls, data)
+    if wrong := [*unknown_keys(cls, data), *wrong]:
+        raise ConfigError("\n".join(wrong))
     for override in overrides:
         _put(data, override)
     return _converted(cls, data)

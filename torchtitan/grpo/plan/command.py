@@ -25,6 +25,7 @@ from torchtitan.grpo.plan.changes import (
     lendings,
     moved,
     recommended,
+    reward_places,
     split_of,
 )
 from torchtitan.grpo.plan.hardware import DEVICES, LENDING, cache_places, computed_costs
@@ -35,6 +36,7 @@ from torchtitan.grpo.plan.search import (
     Split,
     Spread,
     counted,
+    fitted_reward,
     smallest_split,
     spread,
 )
@@ -43,6 +45,7 @@ from torchtitan.grpo.start.train import parse, ranks_of_layout, read_settings
 from torchtitan.grpo.weight_wire.model_folder import read_json
 
 _LONGEST_PROMPT = 512  # if prompts.max_prompt_tokens is not set
+_TRUSTED = 0.25  # difference of a run and its simulation, as a part of the latter
 _SPREAD = 0.8  # assumed standard deviation of a completion's length, divided by the mean
 
 
@@ -58,8 +61,8 @@ def options() -> argparse.ArgumentParser:
     add("--device-class", choices=DEVICES, default="h100", help=text)
     text = "mean length of completions as a part of rollout.max_new_tokens, without --from"
     add("--mean-length", type=number(0, 1), default=0.5, metavar="PART", help=text)
-    text = "time to score a group (default: 0)"
-    add("--reward-seconds", type=number(0, 86_400), default=0.0, help=text)
+    text = "time to score a group, without the wait for a worker (default: that of --from, or 0)"
+    add("--reward-seconds", type=number(0, 86_400), help=text)
     text = "number of simulated runs (default: 4)"
     add("--seeds", type=whole(2, 1000), default=4, help=text)
     return parser
@@ -116,11 +119,6 @@ def plan(arguments: list[str]) -> int:
             "have. Plan a run that generates."
         )
     check(config)
-    if given.reward_seconds and not config.reward.concurrency:
-        raise ConfigError(
-            "--reward-seconds needs reward.concurrency above 0, got 0: how many groups each worker scores "
-            "at once depends on the functions then. Set it, to 64 if all are async def, else to 1."
-        )
     locate_models(config, weights=False)
     model = read_json(Path(config.model.hf_assets_path) / "config.json", "model.hf_assets_path")
     measured = read_run(given.run) if given.run is not None else None
@@ -147,19 +145,30 @@ def _num_ranks(config: JobConfig, asked: int | None, measured: Measured | None) 
 
 
 def _lines(facts: _Given) -> Iterator[str]:
-    with refusing():
-        made = _make_plan(facts)
-    seeds, error = facts.options.seeds, "not the error of the prediction"
+    seeds, off, error = facts.options.seeds, 0.0, "not the error of the prediction"
     if measured := facts.measured:
         split = split_of(measured.config, measured.num_ranks, measured.num_servers)
-        own = spread(_make_plan(replace(facts, config=measured.config, split=split)).system, seeds)
-        had, simulated = measured.samples_per_second, own.mean("samples_per_second")
-        made = replace(made, system=replace(made.system, off=abs(had / simulated - 1)))
-        error = f"and the {100 * made.system.off:.1f} % between the run and its own simulation"
+        with refusing():
+            own = _make_plan(replace(facts, config=measured.config, split=split)).system
+        if facts.options.reward_seconds is None:
+            facts.options.reward_seconds = fitted_reward(own, own.costs.reward)
+            own = replace(own, costs=replace(own.costs, reward=facts.options.reward_seconds))
+        had, simulated = measured.samples_per_second, spread(own, seeds).mean("samples_per_second")
+        off = abs(had / simulated - 1)
+        error = f"and the {100 * off:.1f} % between the run and its own simulation"
         cores = f", which share {counted(measured.cores, 'core')}" if measured.cores else ""
         yield f"What {facts.options.run} had, with {_describe(split)}{cores}"
         yield f"  {had:.4g} samples a second, and {simulated:.4g} when it is simulated"
         yield f"  {100 * measured.waited:.0f} % of the time waiting for rollouts\n"
+        if off > _TRUSTED:
+            waits = ", ".join(f"{what} {100 * part:.0f} %" for what, part in measured.waits.items())
+            yield (
+                f"The simulation leaves out some of what this run waited for ({waits} of the time, or other "
+                "causes): do not trust its advice.\n"
+            )
+    with refusing():
+        made = _make_plan(facts)
+    made = replace(made, system=replace(made.system, off=off))
     yield from _describe_costs(facts, made.system)
     before = spread(made.system, seeds)
     yield f"\nThe run, with {_describe(made.split)} (+- is the spread over {seeds} seeds, {error})"
@@ -174,7 +183,7 @@ def _lines(facts: _Given) -> Iterator[str]:
         note = f"  ({change.note})" if change.note else ""
         yield f"    {100 * (gain - 1):+6.1f} % +- {100 * own_error:.1f}  {change.name}{note}"
     devices = facts.options.devices or max(made.num_devices, made.fewest_devices)
-    yield f"\nThe best split of {devices:,} devices"
+    yield f"\nThe best split of {devices:,} {made.noun}"
     with refusing():
         yield from (f"  {line}" for line in _describe_split(facts, made, devices))
     if facts.measured is None:
@@ -204,22 +213,13 @@ def _make_plan(facts: _Given) -> Plan:
             config, facts.model, DEVICES[facts.options.device_class],
             num_ranks=unit, server_devices=facts.server_devices, context_tokens=(tokens + prompt_tokens) / 2,
         )  # fmt: skip
+    reward = costs.reward if (given := facts.options.reward_seconds) is None else given
     system = System(
-        config.grpo,
-        rollout,
-        replace(costs, reward=facts.options.reward_seconds),
-        lengths,
-        old.num_servers,
-        old.num_lent,
-        places,
-        prompt_tokens,
-        config.training.seq_len if config.prompts.share_contexts else 0,
-        reward_places=config.reward.num_workers * max(1, config.reward.concurrency),
-        dropped=dropped,
-        max_late=config.inference.lend_max_late,
-        num_ranks=old.num_ranks,
-        cores=measured.cores if measured else 0,
-    )
+        config.grpo, rollout, replace(costs, reward=reward), lengths, old.num_servers, old.num_lent, places,
+        prompt_tokens, config.training.seq_len if config.prompts.share_contexts else 0,
+        reward_places=reward_places(config.reward) if reward else 1, dropped=dropped,
+        max_late=config.inference.lend_max_late, num_ranks=old.num_ranks, cores=measured.cores if measured else 0,
+    )  # fmt: skip
     row = config.training.seq_len * config.training.local_batch_size
     made = Plan(system, old, unit, facts.server_devices, row)
     return replace(made, system=replace(made.on(split), rollout=rollout), split=split)
@@ -237,13 +237,15 @@ def _describe_costs(facts: _Given, system: System) -> Iterator[str]:
         yield f"Costs, measured in {measured.num_steps} steps of {facts.options.run}"
     else:
         yield f"Costs, calculated for {name} (--device-class); --from RUN_FOLDER would measure them"
+    parts = (costs.token, ""), (costs.beside, " N")
+    token = " + ".join(f"{1e3 * seconds:.3g}{more}" for seconds, more in parts if seconds)
     yield (
-        f"  a server: {1e3 * costs.token:.3g} ms for a token, and {1e3 * costs.beside:.3g} ms for each running "
-        f"completion; {1e3 * costs.request:.3g} ms for a request"
+        f"  a server with N completions: {token} ms for a token of each, and {1e3 * costs.request:.3g} ms for "
+        "a request"
     )
     yield (
         f"  training: {1e6 * costs.train_token:.3g} us for a token, and {costs.train:.3g} s for a step; a push "
-        f"takes {costs.push:.3g} s, and the reward of a group {costs.reward:.3g} s"
+        f"takes {costs.push:.3g} s, and the reward of a group {costs.reward:.3g} s ({system.reward_places} at once)"
     )
     yield (
         f"  lengths: {system.prompt_tokens:.0f} tokens of a prompt and {system.mean_tokens:.0f} of a "
@@ -286,9 +288,9 @@ def _describe_split(facts: _Given, made: Plan, num_devices: int) -> Iterator[str
     system, used = made.on(split), replace(made, split=split).num_devices
     yield f"{_describe(split)}: {rate:.4g} samples a second"
     if num_devices - used >= min(made.unit, made.server_devices):
-        slow = ", or scoring too slow (raise reward.num_workers)" if options.reward_seconds else ""
+        slow = ", or scoring too slow (raise reward.num_workers)" if system.costs.reward else ""
         yield (
-            f"{num_devices:,} devices are no more than {100 * TOLERANCE:g} % faster than {used:,}: a batch of "
+            f"{num_devices:,} {made.noun} are no more than {100 * TOLERANCE:g} % faster than {used:,}: a batch of "
             f"{system.batch_completions:,} samples is too small for more (raise grpo.prompts_per_step){slow}"
         )
     change = moved(made, facts.config, split)

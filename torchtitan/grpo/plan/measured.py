@@ -39,9 +39,10 @@ _PROPORTIONAL = "depends on its tokens: all of it is taken as proportional to th
 class Measured:
     """``num_ranks`` and ``num_servers`` are those with which ``costs`` were measured.
 
-    ``waited`` is the part of the time in which training waited for rollouts, and ``cores`` how many
-    cores all processes share, or 0 if each has a GPU. ``assumed`` names the costs of lending that the
-    run does not tell, and ``doubts`` are sentences on what else it does not tell.
+    ``waited`` is the part of the time in which training waited for rollouts, ``waits`` that in which
+    these waited for rewards and episodes, and ``cores`` how many cores all processes share, or 0 if each
+    has a GPU. The reward in ``costs`` includes the wait for a worker. ``assumed`` names the costs of
+    lending that the run does not tell, and ``doubts`` are sentences on what else it does not tell.
     """
 
     config: JobConfig
@@ -56,6 +57,7 @@ class Measured:
     num_steps: int
     samples_per_second: float
     waited: float
+    waits: dict[str, float]
     cores: int
 
 
@@ -85,20 +87,16 @@ def read_run(folder: Path) -> Measured:
     samples = config.grpo.prompts_per_step * config.grpo.group_size
     tokens = statistics.fmean(map(_tokens, used)) / samples
     return Measured(
-        config=config,
-        costs=replace(costs, **loans),
-        assumed=[name for name in hardware.LENDING if name not in loans],
-        doubts=doubts,
-        lengths=_lengths(folder, config, used),
+        config, replace(costs, **loans), [name for name in hardware.LENDING if name not in loans], doubts,
+        _lengths(folder, config, used),
         prompt_tokens=max(0.0, tokens - _mean(used, _TOKENS)),
         dropped=_dropped(used, config.grpo.prompts_per_step),
-        num_ranks=environment["num_ranks"],
-        num_servers=len(servers),
-        num_steps=len(used),
+        num_ranks=environment["num_ranks"], num_servers=len(servers), num_steps=len(used),
         samples_per_second=samples / (seconds := _mean(used, "time/step_seconds")),
         waited=_mean(used, "time/wait_data_seconds") / seconds,
+        waits={w: _median(used, f"rollout/wait_{w}_fraction") for w in ("rewards", "episodes")},
         cores=0 if environment.get("devices", True) else os.cpu_count() or 1,
-    )
+    )  # fmt: skip
 
 
 def _costs(
@@ -121,17 +119,12 @@ def _costs(
     gather, push = (_median(records, f"weight_sync/{name}_seconds") for name in ("gather", "push"))
     rate = _median(records, _PUSH_RATE, math.inf)
     costs = Costs(
-        request=float(share @ request),
-        token=float(share @ token),
-        beside=float(share @ beside),
-        train=train,
-        train_token=train_token,
+        *(float(share @ cost) for cost in (token, beside, request)), train=train, train_token=train_token,
         push=gather + push,
         transfer=_median(records, "weight_sync/push_bytes") / 1e9 / rate,
-        room=hardware.ROOM_SECONDS,
-        wake=hardware.WAKE_SECONDS + gather + push,
-        sleep=hardware.SLEEP_SECONDS,
-    )
+        reward=_median(records, "rollout/scoring_seconds"),
+        room=hardware.ROOM_SECONDS, wake=hardware.WAKE_SECONDS + gather + push, sleep=hardware.SLEEP_SECONDS,
+    )  # fmt: skip
     return costs, doubts
 
 

@@ -9,6 +9,7 @@ them are known better than each of them.
 
 import math
 import statistics
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -18,6 +19,7 @@ from torchtitan.grpo.plan.system import System, scaled
 
 _BATCHES, _SEARCH_BATCHES = 12, 8
 _COARSE = 8  # splits that are tried first
+_PARTS = 4096  # of the time to rewards, one of which is the time to score
 TOLERANCE = 0.01
 """Part of the best rate that fewer devices may lack."""
 
@@ -71,6 +73,11 @@ class Plan:
     @property
     def num_devices(self) -> int:
         return self.split.num_ranks + self.split.num_servers * self.server_devices
+
+    @property
+    def noun(self) -> str:
+        """What a rank has, and a server: of processes that share cores, none has a device."""
+        return "processes" if self.system.cores else "devices"
 
     @property
     def fewest_devices(self) -> int:
@@ -133,6 +140,16 @@ class Spread:
 
 def spread(system: System, seeds: int) -> Spread:
     return Spread([simulate(system, seed) for seed in range(seeds)], system.off)
+
+
+def fitted_reward(system: System, seconds: float) -> float:
+    """Returns the time to score a group with which rewards take ``seconds``, with the wait for a worker."""
+
+    def scoring(part: int) -> float:
+        costs = replace(system.costs, reward=seconds * part / _PARTS)
+        return simulate(replace(system, costs=costs), 0, _SEARCH_BATCHES).scoring_seconds
+
+    return seconds * bisect_left(range(_PARTS), seconds, key=scoring) / _PARTS
 
 
 def best_split(plan: Plan, num_devices: int, enough: float = math.inf) -> tuple[Split, float]:

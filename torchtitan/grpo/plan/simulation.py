@@ -36,7 +36,8 @@ class Outcome:
     ``trained``, ``waited``, ``pushed`` and ``lent`` are fractions of the training devices' time, where
     ``lent`` is from the decision to lend them until they are back. ``busy`` is the fraction of the time
     in which servers with their own hardware generate, and ``lent_tokens`` the part of the tokens that
-    lent servers generate. Ages are in batches.
+    lent servers generate. ``scoring_seconds`` are from the end of a group's last completion to its
+    rewards. Ages are in batches.
     """
 
     step_seconds: float
@@ -47,6 +48,7 @@ class Outcome:
     lent: float
     lent_tokens: float
     busy: float
+    scoring_seconds: float
     mean_age: float
     max_age: int
     num_events: int
@@ -96,16 +98,13 @@ class Simulation:
         return Outcome(
             step_seconds=seconds / num_batches,
             samples_per_second=factor * of["samples"] / seconds,
-            trained=of["train"] / seconds,
-            waited=(of["wait"] - of["lent"]) / seconds,
-            pushed=of["push"] / seconds,
-            lent=of["lent"] / seconds,
+            trained=of["train"] / seconds, waited=(of["wait"] - of["lent"]) / seconds,
+            pushed=of["push"] / seconds, lent=of["lent"] / seconds,
             lent_tokens=of["lent_tokens"] / max(of["tokens"], 1),
             busy=min(1.0, of["busy"] / (seconds * max(1, self.system.num_servers))),
-            mean_age=float(np.mean(self.ages)),
-            max_age=max(self.ages),
-            num_events=next(self._order),
-        )
+            scoring_seconds=of["scoring"] / max(of["scored"], 1),
+            mean_age=float(np.mean(self.ages)), max_age=max(self.ages), num_events=next(self._order),
+        )  # fmt: skip
 
     def _run_until(self, version: int) -> None:
         while self.version < version:
@@ -205,6 +204,8 @@ class Simulation:
         begin = max(self.now, heapq.heappop(self._reward_places))
         end = begin + self.system.costs.reward
         heapq.heappush(self._reward_places, end)
+        self.totals["scoring"] += end - self.now
+        self.totals["scored"] += 1
         self.at(end, self._scored, number)
 
     def _scored(self, number: int) -> None:

@@ -163,6 +163,7 @@ def scaled(system: System, most: int = _MOST_COMPLETIONS) -> tuple[System, float
     per_server = rollout.max_concurrent_rollouts / (system.num_servers + system.num_lent)
     in_flight = max(grpo.group_size, round(per_server * sum(busy) / factor))
     buffered = round(rollout.buffer_size_limit / factor)
+    places = max(1, round(system.reward_places / factor))
     small = replace(
         system,
         grpo=replace(grpo, prompts_per_step=groups),
@@ -172,10 +173,11 @@ def scaled(system: System, most: int = _MOST_COMPLETIONS) -> tuple[System, float
             beside=costs.beside * crowd,
             prefill=costs.prefill * crowd,
             train_token=costs.train_token * factor,
+            reward=costs.reward * places * factor / system.reward_places,
         ),
         num_servers=own,
         num_lent=lent,
         max_running=math.ceil(system.max_running / crowd),
-        reward_places=max(1, round(system.reward_places / factor)),
+        reward_places=places,
     )
     return small, factor

@@ -16,7 +16,7 @@ import asyncio
 import functools
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -203,8 +203,8 @@ def main() -> None:
     except ValueError as error:
         channel.reply(call, refused("load", str(error)))
         return
-    blocking = [f.path for f in functions if not (f.is_async or f.path in QUICK)]
-    concurrency = request.concurrency or (1 if blocking else ASYNC_CONCURRENCY)
+    blocking, default = default_concurrency(functions)
+    concurrency = request.concurrency or default
     warning = ""
     if blocking and not request.concurrency and any(f.is_async for f in functions):
         warning = (
@@ -213,6 +213,12 @@ def main() -> None:
         )
     channel.reply(call, Loaded(concurrency, warning))
     _Scoring(channel, functions).run(concurrency)
+
+
+def default_concurrency(functions: Iterable[LoadedFunction]) -> tuple[list[str], int]:
+    """Returns the functions that block, and how many groups a worker therefore scores at a time."""
+    blocking = [f.path for f in functions if not (f.is_async or f.path in QUICK)]
+    return blocking, 1 if blocking else ASYNC_CONCURRENCY
 
 
 def _judge(request: LoadFunctions) -> RewardFunction:

@@ -36,6 +36,7 @@ QUICKSTART = ["train_configs/quickstart.toml"]
 EXTERNAL = ["--inference.launch=false", "--inference.urls=http://127.0.0.1:1"]
 LENDING = ["inference.lend = true", 'cluster.lent.tags = ["train", "rollout"]']
 LEND = ["--inference.lend=true"]
+SLOW = f"--reward.functions={Path(__file__).with_name('scored.py')}:score"
 FIXED = "--parallelism.data_parallel_shard_degree=1"
 
 
@@ -96,6 +97,17 @@ def test_servers_of_rows_are_planned_as_lent_or_not(repository, monkeypatch, cap
         (["--cluster.a.tags=rollout"], ["cluster.a.num_servers = 2", LENDING[1]], ["inference"]),
         ([f"--cluster.{name}.tags=rollout" for name in "ab"], LENDING[1:], ["needs more"]),
         (["--inference.max_batched_tokens=200"], ["stream"], ["  rollout.max_concurrent"]),
+        ([], [], ["reward."]),
+        (["--reward-seconds=0.3", SLOW], ["num_workers = 2", "concurrency = 2"], []),
+        (["--reward-seconds=0.3", f"{SLOW},judge"], ["num_workers = 2", "concurrency = 2"], []),
+        (["--reward-seconds=0.3", "--reward.functions=judge"], ["concurrency = 128"], []),
+        (["--reward-seconds=0.3", "--reward.functions=agent"], ["concurrency = 128"], []),
+        (["--reward-seconds=0.3", f"{SLOW}_async"], ["concurrency = 128"], []),
+        (
+            ["--reward-seconds=0.3", "--reward.num_workers=3", "--reward.concurrency=5"],
+            ["reward.num_workers = 6", "reward.concurrency = 10"],
+            [],
+        ),
     ],
 )
 def test_changes_that_the_run_would_refuse_are_not_offered(
@@ -164,7 +176,7 @@ def test_memory_that_does_not_suffice_is_told(repository, monkeypatch, capsys) -
         (["train_configs/quickstart.toml", "--rollout.max_new_tokens=256"], "leave room"),
         (["train_configs/quickstart.toml", *LEND, "--rollout.stream=true"], "cannot be combined"),
         (["train_configs/quickstart.toml", "--cluster.a.tags=train"], "cluster.a.tags must be"),
-        (["train_configs/quickstart.toml", "--reward-seconds=1"], "needs reward.concurrency"),
+        ([*QUICKSTART, "--reward-seconds=1", "--reward.functions=no.py:x"], "no.py does not exist"),
         (["train_configs/quickstart_tensor_parallel.toml", "--nproc=3"], "a multiple of 2"),
         (["train_configs/quickstart.toml", FIXED, "--nproc=2"], "must be 1 for the degrees"),
     ],
@@ -271,7 +283,7 @@ def test_a_measured_run_gives_its_costs(run_of, repository, monkeypatch, capsys)
     run = run_of([record_of(step) for step in range(1, 21)])
     out = shown(capsys, "train_configs/quickstart.toml", "--seeds=2", "--from", str(run))
     assert "Costs, measured in 16 steps" in out
-    assert "a server: 2 ms for a token, and 0.1 ms for each running completion; 5 ms for a" in out
+    assert "a server with N completions: 2 + 0.1 N ms for a token of each, and 5 ms for a" in out
     training = re.search(
         r"training: (\S+) us for a token, and (\S+) s for a step; a push takes 0.06 s", out
     )
@@ -320,8 +332,48 @@ def test_what_the_run_had_is_told_first_and_is_the_least_error(
     errors = [float(text) for text in re.findall(r"^ +\S+ % \+- (\S+)  ", out, re.MULTILINE)]
     assert len(errors) >= 3 and min(errors) >= 0.9 * off
     assert off > 20 or not stalls
+    assert ("do not trust its advice" in out) == (off > 25)
     other = own_figures(shown(capsys, *QUICKSTART, *words, "--grpo.prompts_per_step=64"))
     assert other == (had, simulated), "it is not that of other settings"
+
+
+@pytest.mark.parametrize(
+    ("rewards", "episodes", "scoring", "is_told"),
+    [
+        (0.96, 0.0, 6.7, False),
+        (0.96, 0.0, 0.0, True),
+        (0.0, 0.9, 0.01, True),
+        (0.4, 0.5, 0.0, True),
+    ],
+)
+def test_a_run_that_waited_for_rewards_is_simulated_with_them(
+    run_of, repository, monkeypatch, capsys, rewards, episodes, scoring, is_told
+) -> None:
+    """One worker takes 0.3 s for a group, or the simulation knows nothing of what took the time."""
+    records = [record_of(step) for step in range(1, 21)]
+    for record in records:
+        record |= {"time/step_seconds": 4.8, "time/wait_data_seconds": 4.5}
+        record["time/tokens_per_second"] = 2560 / 4.8
+        record |= {
+            "rollout/wait_rewards_fraction": rewards,
+            "rollout/wait_episodes_fraction": episodes,
+            "rollout/scoring_seconds": scoring,
+        }
+    monkeypatch.chdir(repository)
+    run = run_of(records)
+    file = run / "starts" / "1" / "config.toml"
+    file.write_text(file.read_text().replace('"partial_match"', json.dumps(SLOW.partition("=")[2])))
+    out = shown(capsys, *QUICKSTART, SLOW, "--seeds=2", "--from", str(run))
+    had, simulated = own_figures(out)
+    assert ("do not trust its advice" in out) is is_told
+    assert (f"(rewards {100 * rewards:.0f} %, episodes {100 * episodes:.0f} % of" in out) is is_told
+    if not is_told:
+        assert simulated == pytest.approx(had, rel=0.1)
+        (seconds,) = re.findall(r"the reward of a group (\S+) s \(1 at once\)", out)
+        assert float(seconds) == pytest.approx(0.3, rel=0.1)
+        assert "Recommended: reward." in out
+        quick = shown(capsys, *QUICKSTART, "--seeds=2", "--from", str(run), "--reward-seconds=0")
+        assert "do not trust its advice" in quick, "the given time takes the place of the measured"
 
 
 def test_a_change_within_the_error_is_not_recommended(
@@ -345,7 +397,8 @@ def test_processes_without_gpus_share_the_cores(run_of, repository, monkeypatch,
     words = [*QUICKSTART, "--seeds=2", "--devices=8", "--from", str(run_of(records, devices=()))]
     out = shown(capsys, *words)
     assert "with 1 training rank and 1 server, which share 2 cores" in out
-    assert "8 devices are no more than 1 % faster than" in out
+    assert "The best split of 8 processes\n" in out
+    assert "8 processes are no more than 1 % faster than" in out and "more devices:" not in out
 
 
 @pytest.mark.parametrize(
