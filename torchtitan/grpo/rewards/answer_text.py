@@ -118,15 +118,12 @@ def as_latex(answer: str) -> str:
     text = _unicode_as_latex(text)
     for pattern, latex in _PLAIN_TEXT:
         text = pattern.sub(latex, text)
-    text = _LOG_BASE.sub(lambda log: f"\\log_{{{log[1] or log[2]}}} ", with_braces(text))
-    return text if _MATRIX.search(text) else _SPACES.sub(" ", text).strip()
-
-
-def with_braces(text: str) -> str:
-    r"""Puts braces around both arguments: ``\frac 1 2`` and ``\frac1{2}`` are ``\frac{1}{2}``."""
-    return _TWO_ARGUMENTS.sub(
+    # Both arguments get braces: ``\frac 1 2`` and ``\frac1{2}`` are ``\frac{1}{2}``.
+    text = _TWO_ARGUMENTS.sub(
         lambda m: f"\\{m[1]}{{{m[2] or m[3] or ''}}}{{{m[4] or m[5] or ''}}}", text
     )
+    text = _LOG_BASE.sub(lambda log: f"\\log_{{{log[1] or log[2]}}} ", text)
+    return text if _MATRIX.search(text) else _SPACES.sub(" ", text).strip()
 
 
 def _without_markup(text: str) -> str:

@@ -153,6 +153,25 @@ WRITTEN: dict[str, float | None] = {
     "> 8": None, "≥8": None, "-> 8": 8, "1_000": None, "eight/10": None, "**Score:** 8": 8, "**Score**: **8** / 10": 8, "Score: 8.": 8,
     "Score: 8\nHe lost points in step 2.": 8, "Score: 8\nMax score: 10": 8, "Step 1 is right. Score: eight": None,
     "Score:\nStep 1 is right": None, "<score>8</score><max>10</max>": 8, '{"score": 8, "max": 10}': 8, "Rating: [[8]]": 8,
+    **dict.fromkeys([
+        "Score: X out of 10", "Score: ?/10", "Score: -/10", "Score: ... / 10", "Score: five out of 10", "zero of 10", "none of 10",
+        "评分：八分，满分10", "Score: N/A (max 10)", '{"score": null, "max": 10}', '{"score": "eight", "max": 10}', "Max score: 10",
+        '{"score": {"max": 10, "value": 8}}', "Score out of 10: eight", "Out of 10: seven.", "seven, the limit is 10", "X/10",
+        "I cannot give it a 10.", "On a scale of 0 to 10 this is a seven", "Score: [0-10]", "Score: <number from 0 to 10>",
+        "Score: 1{,}000", "Score: 8{,}5", "Score: 8\\,000", "Score: 8 \\times 10", "Score: 8\\cdot10", "Score: {8 \\over 10}",
+        "Score: 8 ½", "Score: 1 e1", "Score: 0. 8", "Score: 8 . 5", "Score: 8 point five", "Score: minus 2", "Score: negative 2",
+        "Score: 80％", "80％", "Score: 8\\text{ percent}", "Score: 80% (8/10)", "Score: >= 8", "Score: \\ge 8", "Score: &gt; 8",
+        "Score: at least 8", "at least 8", "Score: not 8", "not 8", "Score: \\sqrt{64}", "Score: sqrt(64)", "Score: 7 | 8",
+        "Score: 7 → 8", "Score: 7 or maybe 8", "7 or maybe 8", "Score: 7 up to 8", "Score: was 8, now 6", "Score: 8, revised to 6",
+        "Score: A: 7, B: 8", "A: 7, B: 8", "Score: Correctness 5/5, explanation 2/5", "Score: -2 for style, so 8",
+        "Score: deduct 2 points from 10, so 8", "Score: 3 errors", "Score: The answer to question 3 is right, so 8",
+        "<score>eight</score> 3 errors", "[[A]] 3 errors", "There are 3 errors.", "\\boxed{8}\\%", "Score: 8\u200b5",
+        '{"scores": [8, 9]}', "minus 2", "Score:\n1. The answer is right. 2 is not.",
+    ]),
+    "8 points out of 10": 8, "8 stars out of 10": 8, "8 points of 10": 8, "8 out of the 10": 8, "8 of max. 10": 8, "8, max 10": 8,
+    "8; max 10": 8, "8 - max 10": 8, "8. The maximum is 10.": None, "8\\/10": 8, "7 on a scale of 10": 7, "Score: `8`": 8,
+    "__8__": 8, "Score: <8>": 8, "Score: 8.Good": 8, '{"score": 8, "grade": "B"}': 8, "Score: 8\u200b": 8, "8/10, 80%": 8,
+    "Score: 8\nVerdict: correct": 8, "I give it an 8.": 8, "Score: 8. The step is right.": 8, "Score: 8/10 because it is right": 8,
     "我给8分": 8, "满分10分，我给8分。": 8, "8分（满分10分）": 8, "7到8分": None, "8分半": None, "评分：8": 8, "10万": None,
 }  # fmt: skip
 
@@ -182,13 +201,21 @@ async def test_an_answer_that_was_cut_is_read_only_behind_a_mark(reason: str):
         assert len(server.bodies) == number, "what is unreadable is asked again"
         expression = replace(settings, score=r"Score: (\d+)")
         assert (await ask(expression, "Score: 1", "Score: 1\n"))[0] == [None, 1.0]
+        expression = replace(settings, score=r"Points: (\d+)")
+        for rest in (".", ",", "-", "e", " to", "", " "):
+            assert (await ask(replace(expression, retries=0), f"Points: 8{rest}"))[0] == [None]
+        assert (await ask(expression, "Points: 8\n", "Points: 8/10\nHe"))[0][0] == 8.0
 
 
 EXPRESSIONS = [
     (r"Score: (\d+)", "Score: 7.5", None), (r"Score: (\d+)", "Score: 7,5", None), (r"Score: (\d+)", "Score: 7½", None),
     (r"Score: (\d+)", "Score: 1e1", None), (r"Score: (\d+)", "Score: 7-8", None), (r"Score:.*?(\d+)", "Score: -3", None),
     (r"Score:.*?(\d+)", "Score: −3", None), (r"(\d)\b", "10", None), (r"Score: (\d+)", "Score: 8/10", 8.0),
-    (r"(\d+)/10", "8/10", 8.0), (r"(\d+)%", "80%", 80.0), (r"Score: (\S+)", "Score: −3", -3.0),
+    (r"(\d+)/10", "8/10", 8.0), *[
+        (r"Points: (\d+)", "Points: " + said, None)
+        for said in ["1 000", "1\u202f000", "1_000", "1{,}000", "8 1/2", "8²", "8^2", "8*10", "8e−1", "8．5", "8，5", "8 ½", "8 to 9"]
+    ], *[(r"(\d+)/10", said, None) for said in ("1 000/10", "7-8/10", "1e1/10", "1,5/10")],
+    (r"(\d+)%", "80%", 80.0), (r"Score: (\S+)", "Score: −3", -3.0),
     (r"Score: (\S+)", "Score: 8/10", 8.0), (r"Score: (\S+)", "Score: eight", None), (r"Score: (\d+)?", "Score: ?", None),
     (r"score-(\d+)", "score-8", 8.0), (r"(\d+)pts", "8pts", 8.0), (r"Score: (\d+)", "Score: 8.", 8.0),
 ]  # fmt: skip
@@ -203,11 +230,35 @@ async def test_an_expression_does_not_read_a_part_of_a_number(expression, answer
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     "part",
-    ["8", " ", "8 ", "8(", "8 - ", "score: ", "**a", "<a", "[[", "a", "1,", "½", "\n", "8 of "],
+    [
+        "8",
+        " ",
+        "8 ",
+        "8(",
+        "8 - ",
+        "score: ",
+        "**a",
+        "<a",
+        "[[",
+        "a",
+        "1,",
+        "½",
+        "\n",
+        "8 of ",
+        "a/",
+        "a.",
+        "a:",
+        "answer:",
+        "Score: 8, ",
+        "}]",
+        "8%",
+        "max score: ",
+    ],
 )
 def test_a_long_answer_is_read_in_linear_time(part: str):
     for end in ("", "!", "x"):
-        written_score(part * (2**16 // len(part)) + end, is_cut=False)
+        for is_cut in (False, True):
+            written_score("Score: 8" * is_cut + part * (2**17 // len(part)) + end, is_cut=is_cut)
 
 
 async def test_the_score_is_the_last_number_or_what_an_expression_finds():
