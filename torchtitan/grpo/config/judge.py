@@ -40,9 +40,9 @@ class Judge:
 
     score: str = ""
     """Regular expression whose first group is the score in the answer of a ``chat`` judge, such as
-    ``Score: (\\d+)``. Its last match counts. If it is empty, the score is the first number behind
-    the last ``Score:`` (docs/how-to/judges.md), else the last number of the answer, where ``8/10`` and
-    ``8 out of 10`` are 8. The last 65,536 characters are searched."""
+    ``Score: (\\d+)``. Its last match counts. If it is empty, the score is the number behind the
+    last ``Score:``, else the last number of the answer if it is written as a score, such as ``8/10``
+    and ``8 out of 10``, which are 8 (docs/how-to/judges.md). The last 65,536 characters are searched."""
 
     options: dict[str, Any] = field(default_factory=dict)
     """Further fields of each request, such as ``{ temperature = 0.0, max_tokens = 1024 }``."""

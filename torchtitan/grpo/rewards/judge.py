@@ -181,14 +181,14 @@ class Judge:
                 return _Verdict(_usable(values[0]), "")
             choice = body["choices"][0]
             answer = choice["message"]["content"]
-            is_cut = choice.get("finish_reason") not in _FINISHED
+            is_cut = (reason := choice.get("finish_reason")) not in _FINISHED
         except (KeyError, IndexError, TypeError) as error:
             # Perhaps the page of a proxy, or of another server at a wrong URL.
             raise RouteError(
                 f'{self._http.url} must answer as reward.judge.kind = "{self._settings.kind}" says, got '
                 f"{excerpt(body)}"
             ) from error
-        if not isinstance(answer, str):  # the judge was cut off while it still thought
+        if not isinstance(answer, str):  # cut while it still thought, or given in parts
             return _Verdict(None, str(body)[:_KEPT_CHARS])
         said = answer[-_SEARCHED_CHARS:].rpartition("</think>")[2].partition("<think>")[0]
         if self._score is None:
@@ -196,7 +196,7 @@ class Judge:
         else:
             last = deque(self._score.finditer(said), maxlen=1)
             score = found_score(last[0], is_cut=is_cut) if last else None
-        return _Verdict(_usable(score), answer[-_KEPT_CHARS:])
+        return _Verdict(_usable(score), answer[-_KEPT_CHARS:] + f" (cut: {reason!r})" * is_cut)
 
 
 def _usable(number: float | None) -> float | None:

@@ -1,80 +1,97 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Reads the score in a judge's answer. A number in a form that is not understood is no score.
+"""Reads the score in a judge's answer. What is not written in a form that is known is no score.
 
-Numbers form phrases, such as ``8``, ``8 out of 10`` and ``7 to 8``, of which the first two say a
-score. The last phrase counts, or the first one behind the last mark, such as ``Score:``. No other
-number is made of ``7,5``, ``8½``, ``1 000``, ``80%``, ``7-8``, a date or a LaTeX fraction.
+The score stands behind the last mark, such as ``Score:``. Without marks it is the last number, if
+behind words like ``I give it``. It may have a unit, the best score and asides, as in ``8 points out
+of 10 (80%)``, and ends its clause. All expressions take time in proportion to the text's length.
 """
 
 import re
 import unicodedata
 
-from torchtitan.grpo.rewards.answer_text import with_braces
-
-_CHARACTERS = str.maketrans("−－﹣＋⁄∕／：，．（）", "---+///:,.()")
-# What explains a number: `8 (80%)`, `7 on a scale of 0 to 10`. And fractions, which are unreadable.
-_ASIDE = re.compile(
-    r"(?<=[\d分])[^\S\n]{0,3}\([^()\n]{0,100}\)|\b[oi]n a (?:\d+-point scale|scale (?:of|from) \d+ ?(?:to|-|–) ?\d+)",
-    re.IGNORECASE,
-)
-_FRACTION = re.compile(r"\\[dtc]?frac *\{[^{}]*\}\{[^{}]*\}")
+_CHARACTERS = str.maketrans("−－﹣＋⁄∕／：，．٫（）％’", "---+///:,.,()%'", "\u200b\u2060\ufeff")
 _MARK = re.compile(
-    r"(?P<other>(?:max|maximum|possible|highest|full|perfect|best|top) )?(?<![\w/])(?:score|rating|verdict|grade|评分|得分)"
-    r"[\"'*_\])]{0,3}[^\S\n]{0,3}[:=>]|\[\[(?=[^\[\]\n]{1,20}\]\])|\\boxed ?\{",
-    re.IGNORECASE,
+    r"(?i)(?P<other>(?:max|maximum|possible|highest|full|perfect|best|top) )?(?<![\w/])(?:scores?|评分|得分|(?P<weak>rating|verdict|grade))[\"'*_\])]{0,3}[^\S\n]{0,3}(?:=>|[:=>])"
+    r"(?:(?P<word>(?=[\s\"'*_]{0,4}[^\W\d_]))|)|\[\[(?=[^\[\]\n]{1,20}\]\])|\\boxed ?\{"
 )
-# Letters of languages that are written without blanks stand between words, not in them.
-_APART = r"\s()\[\]{}|;:=<>.,!?\"'“”‘’*$#\\/\u2e80-\u9fff\uac00-\ud7af\uff00-\uff0f"
-_LETTER = rf"(?:[^{_APART}]|(?<=\w)[.,'’:/](?=\w)|(?<!\.)\.(?=\d))"
-_WORD = rf"(?<![^{_APART}])(?={_LETTER}*?\d){_LETTER}++"
-_NUMBER = r"[-+]?(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,3})?"
-_OF = r"\s*(?:\**/\**|(?:out )?of(?: a (?:possible|total of|maximum of))?)\s*"
-_JOIN = r"[^\S\n]*(?:[-–—~+*×·^/,<>≤≥≈±]+|\}\{|\.{2,}(?=\d)|[^\W\d]+|(?<=\s):|=(?=\s?[01]?\.\d))[^\S\n]*|[^\S\n]+(?=\d{3}(?!\d)|\d+/\d)"
-_PHRASE = re.compile(rf"{_WORD}(?:(?:{_OF}|{_JOIN}){_WORD})*+", re.IGNORECASE)
-_SCORE = re.compile(rf"({_NUMBER})(?:{_OF}{_NUMBER})?", re.IGNORECASE)
-_BEFORE = re.compile(r"(?:(?<![-=\w\"'])>|<|[≤≥±√^]|[:=(]\s?[-–—+±]\s)\s?$")
-_BEHIND = re.compile(
-    r"\s{0,3}(?:\\?[%‰]|per ?cent|[百千万亿半]|分半|(?:and (?:an? |one )?)?(?:half|quarter|third|hundred|thousand|million)\b)",
-    re.IGNORECASE,
+_OPEN = r"(?:[^\S\n]|[*_`\"'“$(\[]|\\[(\[]|\\text\w{0,2}\{|<(?=[^<>\n]{1,20}>))"
+_CLOSE = r"(?:[*_`\"'”$)\]}|>]|\\[)\]])"
+_UNIT = r"(?:[^\S\n]{1,3}(?:points?|stars?|marks?|pts)\b|[^\S\n]?分(?![半钟之]))?"
+_N = r"\d++(?:\.\d++)?+"
+_OF = rf"(?:out )?of(?: (?:the|an?))?(?: (?:possible|total|max\.?|maximum)(?: of)?)? {{1,3}}[*_]{{0,3}}{_N}"
+_RANGE, _PERCENT = rf"{_N} ?(?:-|–|to|and) ?{_N}", rf"=?{_N} ?(?:%|per ?cent)"
+_SCALE = rf"(?:(?:[oi]n )?(?:an? |the )?(?:scale:?(?: of| from| between)? (?:{_RANGE}|{_N})|{_N}-point scale|{_RANGE} scale)|(?:max(?:imum)?\.?|满分):?(?: of| is)? ?{_N})"
+_SCORE = re.compile(
+    rf"(?i:(?P<score>[-+]?(?:{_N}|\.\d++)(?:e[-+]?\d{{1,3}}+)?+){_UNIT}(?:{_CLOSE}{{0,4}} {{0,3}}(?:\\?/ {{0,3}}[*_]{{0,3}}{_N}|{_OF}){_UNIT})?"
+    rf"(?: {{0,3}}\((?:{_SCALE}|{_OF}|{_PERCENT}|{_RANGE}|{_N}/{_N}){_UNIT}\)"
+    rf"|(?:[,;]| -)? {{1,3}}{_SCALE}{_UNIT}|[,;] ?{_PERCENT}){{0,3}})"
 )
-_IS_ENDED = re.compile(r"[.;)\]}|\"*]*[^\S\n]*\n|[;)\]}|\"<][^\S\n]*\S")
-_GOES_ON = re.compile(r"[.,'’⁄]?\d|[eE][-+]?\d|[^\S\n]?[-–—~][^\S\n]?\d|\s?[½⅓⅔¼¾⅛]")
-_HAS_BEGUN = re.compile(r"\d[.,'’]?$|(?<![\w)])[-–—−]$")
+_MARKED = re.compile(rf"{_OPEN}*+(?:\n(?:\n|{_OPEN})*+)?" + _SCORE.pattern)
+# An answer that was cut may go on with a part of the number where `open` is the end of the text.
+_END = re.compile(
+    rf"{_CLOSE}*?(?:\]\](?=[\s.,;!?)*$]|\Z)|\}}(?=[\s.,;!?)*$]))(?!\s*(?:\\?[%/^]|per ?cent|\d))"
+    rf"|(?:{_CLOSE}|[^\S\n])*+(?:[.;!。]{_CLOSE}*+[^\S\n]*+)?(?P<open>\n|\Z)"
+    r"|[^\S\n]*+<[/|]|[\"']?\s*,\s*[\"'][^\"'\n]{1,60}[\"']\s*:"
+)
+_SENTENCE = re.compile(
+    rf"{_CLOSE}*+(?:[^\S\n]?[.;!。]{_CLOSE}*+\s*+[^\W\d]|,? (?:since|because)\b)[^\d\n]*+(?P<open>\n|\Z)"
+)
+_INTRODUCED = re.compile(
+    r"(?i)(?:\n(?:[-*•#|]+ )*|[^\s\d]:|\d: |[-=]>|<\w{1,20}>|[-+*×] ?\d+ ?=|[A-Za-z] ?=|(?:\b\d ){3}|[给得为是打]|[得评]分"
+    r"|\b(?:(?:score|rating|grade|verdict|it|this|that|answer|result) (?:is|of|was|would be|should be)"
+    rf"|(?:give|rate|assign|award|deserve|earn|get|say|receive)[sd]?(?: (?:it|this|that|him|her|them|the \w+))?)(?: an?)?(?: (?:score|rating|grade)(?: of)?)? |\b(?:then|so|now|step|scored|rated) ){_OPEN}*$"
+)
+_REFUSED = re.compile(
+    r"(?i)(?:\b(?:max\w*|possible|highest|full|perfect|best|top|limit|scale|not?|never|cannot)\b|n't|满分|总分|不)[^.,;!\n]*$|:\s?\d[^\n]*[,;|][^\n,;|]*:\W*$"
+)
+_GOES_ON = re.compile(
+    r"(?i) ?(?:[-–—~*×·^_+]|\\(?:cdot|times)\b)+ ?\{?\d|(?:[.,'/:]|\{,\}|\\[,:; ])?(?<!/)\d|\\?\^|e[-+]?\d| (?:\d{3}(?!\d)|\d+/\d|(?:to|or) \d|\^|and (?:an?|1) )"
+)
+_HAS_BEGUN = re.compile(r"(?i)\d(?:[.,'_/]| ?[-–—~*^] ?|e[-+]?)?$|(?<![\w)])[-–—]$")
 
 
 def written_score(answer: str, *, is_cut: bool) -> float | None:
     """Returns the score, or ``None``. An answer that ``is_cut`` must have it behind a mark."""
-    text = answer if answer.isascii() else "".join(map(_understood, answer))
-    text = _ASIDE.sub(";", _FRACTION.sub("^0", with_braces(text)))
-    marks = [mark.end() for mark in _MARK.finditer(text) if not mark["other"]]
-    phrases = list(_PHRASE.finditer(text, marks[-1] if marks else 0))
-    if not phrases or (is_cut and not marks):
+    text = _understood("\n" + answer)
+    marks = list(_MARK.finditer(text))
+    # `Grade: B` is no score, but `Score: 8` before it is.
+    counted = [mark for mark in marks if not mark["weak"] or mark["word"] is None] or marks
+    counted = [mark for mark in counted if not mark["other"]]
+    score = _MARKED.match(text, counted[-1].end()) if counted else None
+    if not marks and not is_cut:
+        for score in _SCORE.finditer(text):  # noqa: B007
+            pass
+    if score is None:
         return None
-    phrase = phrases[0 if marks else -1]
-    start, end = phrase.span()
-    gap = text[marks[-1] : start] if marks else ""
-    is_apart = re.search(r"\w", gap) is not None and (is_cut or "\n" in gap)
-    if is_apart or (is_cut and not _IS_ENDED.match(text, end)):
+    start, end = score.span("score")[0], score.end()
+    before = text[max(0, start - 80) : start]
+    if not marks and (not _INTRODUCED.search(before) or _REFUSED.search(before)):
         return None
-    score = _SCORE.fullmatch(phrase[0])
-    if _BEFORE.search(text[max(0, start - 8) : start]) or _BEHIND.match(text, end) or not score:
-        return None
-    return float(score[1])
+    ended = _END.match(text, end)
+    if ended is None and text[text.rfind("\n", 0, start) : start].strip(" \n*_#>-"):
+        ended = _SENTENCE.match(text, end)  # a line may begin with an item's number
+    return None if ended is None or (is_cut and ended["open"] == "") else float(score["score"])
 
 
 def found_score(found: re.Match[str], *, is_cut: bool) -> float | None:
     """Reads what an expression of the user's has found, unless it is a part of a longer number."""
     text, (start, end) = found.string, found.span(1)
-    is_part = found.end() == end and (_GOES_ON.match(text, end) or (is_cut and end == len(text)))
-    if start < 0 or is_part or _HAS_BEGUN.search(text[max(0, start - 2) : start]):
+    before, rest = _understood(text[max(0, start - 8) : start]), _understood(text[end : end + 200])
+    is_group = re.fullmatch(r"\d [0-9]{3}", before[-2:] + (found[1] or ""))
+    ended = _END.match(rest)
+    is_open = _GOES_ON.match(rest) or (is_cut and (ended is None or ended["open"] == ""))
+    if text[end : found.end()].strip(" .,"):  # the expression says what follows
+        is_open = is_cut and found.end() == len(text) and text[-1].isalnum()
+    if start < 0 or is_group or is_open or _HAS_BEGUN.search(before):
         return None
-    score = _SCORE.fullmatch(found[1].strip().translate(_CHARACTERS))
-    return float(score[1]) if score is not None else None
+    score = _SCORE.fullmatch(_understood(found[1].strip()).rstrip("."))
+    return float(score["score"]) if score is not None else None
 
 
-def _understood(character: str) -> str:
-    """Digits of all scripts stay; ``½``, ``²`` and ``Ⅷ`` become a form that no number has."""
-    is_other = unicodedata.category(character) in ("No", "Nl")
-    return "^0" if is_other else character.translate(_CHARACTERS)
+def _understood(text: str) -> str:
+    """One blank for several; ``½``, ``²`` and ``Ⅷ`` become a form that no number has."""
+    text = re.sub(r"(?<=\d)[\u200b-\u200d\u2060\ufeff]+(?=\d)", "^", text).translate(_CHARACTERS)
+    text = re.sub(r"[^\S\n]+", " ", text)
+    return "".join("^0" if unicodedata.category(c) in ("No", "Nl") else c for c in text)

@@ -23,7 +23,6 @@ from torchtitan.grpo.rewards import ScoreLater, scoring_pool
 from torchtitan.grpo.rewards.judge import Judge
 from torchtitan.grpo.rewards.reward_log import RewardLog
 from torchtitan.grpo.rewards.scoring_pool import RewardError, RewardPool, ScoringFailed
-from torchtitan.grpo.rewards.verdicts import written_score
 from torchtitan.grpo.rollout.drops import DropLog
 from torchtitan.grpo.types import Prompt
 
@@ -138,29 +137,6 @@ ANSWERS = {
     "[[7]]": 7.0, "1-10: 7": 7.0, "0.25": 0.25, "step 1.": 1.0, "I use gpt4.": None, "": None,
     "<think>Perhaps 3.</think>8": 8.0, "<think>Perhaps 3.": None, "<think>Perhaps 3.</think>": None,
 }  # fmt: skip
-# A number is read as it was meant, or not at all.
-WRITTEN: dict[str, float | None] = {
-    "Score: 8 of 10": 8, "8/10 (80%)": 8, "7 (scale 0-10)": 7, ".8": 0.8, "8⁄10": 8, "8 ⁄ 10": 8, "1e1": 10, "1e-1": 0.1,
-    "7,5": None, "8,5": None, "1.234,5": None, "1,000": None, "10,000.5": None, "1 000": None, "1\u202f000": None, "8'000": None,
-    "−3": -3, "-3": -3, "+3": 3, "–3": None, "Score: - 3": None, "- 3": 3, "٨": 8, "８／１０": 8, "½": None, "8½": None,
-    "8 1/2": None, "8 and a half": None, "2²": None, "8^2": None, "√8": None, "Ⅷ": None, "③": None, "\\frac{8}{10}": None,
-    "\\dfrac 8 10": None, "\\frac12": None, "8\\frac{1}{2}": None, "$8$": 8, "\\(8\\)": 8, "\\boxed{8/10}": 8, "10/10": 10,
-    "8 out of 10": 8, "8 out of a possible 10": 8, "7 on a scale from 0 to 10": 7, "8 von 10": None, "8 over 10": None,
-    "3 to 4": None, "7-8": None, "7–8": None, "between 7 and 8": None, "7 or 8": None, "7, 8": None, "3 + 4": None,
-    "3 + 4 = 7": 7, "8/10 = 0.8": None, "80%": None, "80 %": None, "8\\%": None, "8 (80%)": 8, "I am 90% sure: 7": 7,
-    "2024-01-05": None, "5/1/2024": None, "January 5, 2024": None, "7:30": None, "8:10": None, "8 : 10": None, "1.2.3": None,
-    "8..10": None, "8th": None, "8pts": None, "8 points.": 8, "8 hundred": None, "10k": None, "x2": None, "~8": None, "8+": None,
-    "> 8": None, "≥8": None, "-> 8": 8, "1_000": None, "eight/10": None, "**Score:** 8": 8, "**Score**: **8** / 10": 8, "Score: 8.": 8,
-    "Score: 8\nHe lost points in step 2.": 8, "Score: 8\nMax score: 10": 8, "Step 1 is right. Score: eight": None,
-    "Score:\nStep 1 is right": None, "<score>8</score><max>10</max>": 8, '{"score": 8, "max": 10}': 8, "Rating: [[8]]": 8,
-    "我给8分": 8, "满分10分，我给8分。": 8, "8分（满分10分）": 8, "7到8分": None, "8分半": None, "评分：8": 8, "10万": None,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("answer", "score"), WRITTEN.items(), ids=map(ascii, WRITTEN))
-def test_a_written_number_is_read_rightly_or_not_at_all(answer: str, score: float | None):
-    assert written_score(answer, is_cut=False) == score
-    assert written_score(f"Step 1 is right.\n\n{answer}\n", is_cut=False) == score
 
 
 UNFINISHED = {
@@ -182,13 +158,21 @@ async def test_an_answer_that_was_cut_is_read_only_behind_a_mark(reason: str):
         assert len(server.bodies) == number, "what is unreadable is asked again"
         expression = replace(settings, score=r"Score: (\d+)")
         assert (await ask(expression, "Score: 1", "Score: 1\n"))[0] == [None, 1.0]
+        expression = replace(settings, score=r"Points: (\d+)")
+        for rest in (".", ",", "-", "e", " to", "", " "):
+            assert (await ask(replace(expression, retries=0), f"Points: 8{rest}"))[0] == [None]
+        assert (await ask(expression, "Points: 8\n"))[0] == [8.0]
 
 
 EXPRESSIONS = [
     (r"Score: (\d+)", "Score: 7.5", None), (r"Score: (\d+)", "Score: 7,5", None), (r"Score: (\d+)", "Score: 7½", None),
     (r"Score: (\d+)", "Score: 1e1", None), (r"Score: (\d+)", "Score: 7-8", None), (r"Score:.*?(\d+)", "Score: -3", None),
     (r"Score:.*?(\d+)", "Score: −3", None), (r"(\d)\b", "10", None), (r"Score: (\d+)", "Score: 8/10", 8.0),
-    (r"(\d+)/10", "8/10", 8.0), (r"(\d+)%", "80%", 80.0), (r"Score: (\S+)", "Score: −3", -3.0),
+    (r"(\d+)/10", "8/10", 8.0), *[
+        (r"Points: (\d+)", "Points: " + said, None)
+        for said in ["1 000", "1\u202f000", "1_000", "1{,}000", "8 1/2", "8²", "8^2", "8*10", "8e−1", "8．5", "8，5", "8 ½", "8 to 9"]
+    ], *[(r"(\d+)/10", said, None) for said in ("1 000/10", "7-8/10", "1e1/10", "1,5/10")],
+    (r"(\d+)%", "80%", 80.0), (r"Score: (\S+)", "Score: −3", -3.0),
     (r"Score: (\S+)", "Score: 8/10", 8.0), (r"Score: (\S+)", "Score: eight", None), (r"Score: (\d+)?", "Score: ?", None),
     (r"score-(\d+)", "score-8", 8.0), (r"(\d+)pts", "8pts", 8.0), (r"Score: (\d+)", "Score: 8.", 8.0),
 ]  # fmt: skip
@@ -198,16 +182,6 @@ EXPRESSIONS = [
 async def test_an_expression_does_not_read_a_part_of_a_number(expression, answer, score):
     async with judging(answer) as server:
         assert (await ask(replace(server.settings, score=expression), "a"))[0] == [score]
-
-
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize(
-    "part",
-    ["8", " ", "8 ", "8(", "8 - ", "score: ", "**a", "<a", "[[", "a", "1,", "½", "\n", "8 of "],
-)
-def test_a_long_answer_is_read_in_linear_time(part: str):
-    for end in ("", "!", "x"):
-        written_score(part * (2**16 // len(part)) + end, is_cut=False)
 
 
 async def test_the_score_is_the_last_number_or_what_an_expression_finds():
