@@ -10,7 +10,7 @@ https://arxiv.org/abs/2503.14476).
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
@@ -87,17 +87,19 @@ class GroupJudge:
         generations: Sequence[Generation],
         environment: str = "",
         failures: Sequence[EnvironmentFailed] = (),
+        collect: Callable[[list[Rollout]], object] = lambda rollouts: None,
     ) -> list[Rollout]:
         """Returns the rollouts of the group to train on, each with a reward and a rating.
 
-        ``failures`` are those of its other episodes. Raises Unusable, and RewardError or TeachersFailing
-        if the run must stop.
+        ``failures`` are those of its other episodes. ``collect`` gets all, scored or not. Raises Unusable,
+        and RewardError or TeachersFailing if the run must stop.
         """
         generations = separated(generations)
         scorer, settings = self._rules[environment].scorer, self._rules[environment].settings
         written = [replace(f.written, apart=()) for f in failures if f.written is not None]
         failed = await scorer.unscorable(prompt, written) if written else []
         self._count(failed, service=len(failures) - len(written))
+        collect(failed)
         failed = [rollout for rollout in failed if rollout.reward is not None]
         if len(generations) + len(failed) < self._fewest:
             what = "came back whole from servers and environments"
@@ -116,6 +118,7 @@ class GroupJudge:
             rollouts = await scorer.score(prompt, kept) if kept else []
             self._scoring_seconds.append(time.monotonic() - begun)
             self._count(rollouts)
+            collect(rollouts)
             rollouts += failed
             scored = [rollout for rollout in rollouts if rollout.reward is not None]
             if len(scored) < self._fewest:
@@ -125,6 +128,7 @@ class GroupJudge:
                     "number as its last line of output) leaves a completion out; to say that it failed, "
                     "give 0."
                 )
+                detail += f" None came from {scorer.silent(rollouts)}."
                 raise Unusable("unscored", detail, UNSCORED)
             accepted = await scorer.accepted(prompt, scored)
         except ScoringFailed as error:  # logged and counted by the pool
