@@ -40,16 +40,15 @@ class RunOutcome:
 def summarize(
     outcome: RunOutcome, steps: list[dict[str, Any]], evaluations: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    taught = {"first10": steps[:10], "last10": steps[-10:]}
-    if not any("teacher/reverse_kl" in record for record in steps):
-        taught = {}
+    kl = "teacher/reverse_kl"
+    taught = {"first10": steps[:10], "last10": steps[-10:]} if any(kl in s for s in steps) else {}
     dropped = [(k.words, sum(numbers_of(steps, k.metric))) for k in DROP_KINDS.values()]
     return {
         "steps": outcome.step,
         "seconds": round(outcome.seconds, 1),
         "reward_first10": mean_over(steps[:10], "reward/mean"),
         "reward_last10": mean_over(steps[-10:], "reward/mean"),
-        **{f"teacher_kl_{k}": mean_over(of, "teacher/reverse_kl") for k, of in taught.items()},
+        **{f"teacher_kl_{k}": mean_over(of, kl) for k, of in taught.items()},
         "heldout_before": mean_over(evaluations[:1], "evaluation/score"),
         "heldout_after": mean_over(evaluations[-1:], "evaluation/score"),
         "max_staleness_steps": max(numbers_of(steps, "staleness/max_steps"), default=0),

@@ -41,7 +41,7 @@ _MASK = "***"
 
 def to_toml(tables: dict[str, Any], defaults: dict[str, Any]) -> str:
     """Returns tables as TOML, with comments at what differs, is masked, or is not set."""
-    lines = []
+    lines = ["# What differs from its default has a comment.", ""]
     for name, table in tables.items():
         usual = defaults.get(name, {})
         lines += [f"[{name}]", *(_setting(k, v, usual.get(k)) for k, v in table.items()), ""]
@@ -86,8 +86,7 @@ def _quoted(text: str) -> str:
 
 def describe_settings(config: "JobConfig") -> str:
     """Returns the resolved configuration as TOML, with a mark at what differs from the defaults."""
-    head = "# What differs from its default has a comment.\n\n"
-    return head + to_toml(config.to_dict(), type(config)().to_dict())
+    return to_toml(config.to_dict(), type(config)().to_dict())
 
 
 def source_commit() -> str | None:

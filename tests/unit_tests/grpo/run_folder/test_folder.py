@@ -294,7 +294,7 @@ def test_what_is_written_as_toml_is_read_back():
         "b": {"nothing": None, "api_key": "***"},
     }  # fmt: skip
     text = to_toml(tables, tables)
-    assert "# default" not in text
+    assert "# default:" not in text
     assert tomllib.loads(text) == {"a": tables["a"], "b": {}}
     assert "# nothing is not set" in text and "# api_key is set; its value is not kept" in text
 
