@@ -175,6 +175,8 @@ class Run:
         lines = self.records("ledger.jsonl")
         closed = {int(i): reason for line in lines for i, reason in line["closed"].items()}
         fates = [i for line in lines for i in (*line["trained"], *map(int, line["closed"]))]
+        assert fates == [int(i) for line in lines for i in line["rows"]]
+        assert all(row.rpartition(":")[2].isdecimal() for r in lines for row in r["rows"].values())
         assert sorted([*fates, *lines[-1]["open"]]) == list(range(lines[-1]["position"]))
         if recorded := self.records("rollouts.jsonl")[1:]:
             groups = [[group["group_id"] for group in batch["groups"]] for batch in recorded]

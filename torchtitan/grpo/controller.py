@@ -207,11 +207,13 @@ class RolloutController(StepSource):
             return step
         groups = self._planner.groups
         self.progress = batch.progress
+        trained = {group.group_id: group.row for group in groups}
         self._ledger.add(
             {
                 "step": version + 1,
-                "trained": [group.group_id for group in groups],
+                "trained": list(trained),
                 "closed": {str(index): reason for index, reason in batch.closed.items()},
+                "rows": {str(i): row for i, row in (trained | batch.rows).items()},
                 "position": batch.progress.position,
                 "open": list(batch.progress.open),
             }

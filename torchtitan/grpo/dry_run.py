@@ -37,6 +37,7 @@ from torchtitan.grpo.models.hf_config import HFModel, ModelError
 from torchtitan.grpo.rollout.child_process import end_process, start_process
 from torchtitan.grpo.rollout.input_check import PROGRESS_FILE, REPORT_FILE, InputReport
 from torchtitan.grpo.rollout.link_messages import CONFIG_FILE
+from torchtitan.grpo.run_folder.start_record import describe_settings
 from torchtitan.grpo.training.lent_memory import describe_lent_memory
 from torchtitan.grpo.training.memory_choice import describe_memory
 from torchtitan.grpo.training.model_spec import (
@@ -202,19 +203,6 @@ def _read_report(folder: Path, timeout_seconds: float) -> InputReport:
     if report.error is not None and output:
         report.error += said
     return report
-
-
-def describe_settings(config: JobConfig) -> str:
-    """Returns the resolved configuration like TOML, with a mark at what differs from the defaults."""
-    defaults, lines = JobConfig().to_dict(), ["# What differs from its default has a comment."]
-    for table, values in config.to_dict().items():
-        lines.append(f"[{table}]")
-        for key, value in values.items():
-            default = defaults[table].get(key)
-            note = f"  # default: {default!r}" if value != default else ""
-            lines.append(f"{key} = {value!r}{note}")
-        lines.append("")
-    return "\n".join(lines)
 
 
 def describe_plan(config: JobConfig) -> str:

@@ -370,7 +370,7 @@ class Rollout(Generation):
 
 @dataclass(frozen=True)
 class RolloutGroup:
-    """All rollouts of one prompt.
+    """The rollouts of one prompt, of which ``rollouts`` are trained on.
 
     ``file`` is the short name of the prompt's file among several ``prompts.paths``, if known.
     """
@@ -383,3 +383,4 @@ class RolloutGroup:
     is_chat: bool = False
     file: str = ""
     row: str = ""  # where the prompt's row is, such as train.jsonl:8
+    left_out: tuple[Rollout, ...] = ()  # for logs: without a reward, or not accepted

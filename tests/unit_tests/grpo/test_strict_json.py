@@ -107,6 +107,15 @@ def test_a_damaged_file_of_a_run_is_named_where_it_is_verified(tmp_path: Path, d
             check_run(tmp_path, want_in_flight=True)
 
 
+def test_the_summary_says_what_the_run_waited_for_and_dropped(tmp_path: Path):
+    counts = {"rollout/rewards_raised": 17.0, "rollout/unscored_by_function": 212.0}
+    waits = {"time/wait_data_fraction": 0.4, "rollout/wait_rewards_fraction": 0.25}
+    made = summarize(RunOutcome(2, 1.0, 2, 0, tmp_path), [counts | waits] * 2, [])
+    assert made["dropped"] == {"rewards raised": 34, "completions unscored by function": 424}
+    known = {name: value for name, value in made["waits"].items() if value is not None}
+    assert known == waits and "rollout/idle_fraction" in made["waits"]
+
+
 def writes_of(tree: ast.AST) -> list[ast.Call]:
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     return [c for c in calls if ast.unparse(c.func) in ("json.dumps", "json.dump")]

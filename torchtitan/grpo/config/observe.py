@@ -14,8 +14,8 @@ class Observe:
     """``[observe]``: what a run prints and writes, in addition to torchtitan's ``[metrics]``."""
 
     samples_per_step: Annotated[int, at_least(0)] = 4
-    """Number of prompts in each step of which all completions are written to ``samples.jsonl``, each
-    in a line. With 0, the file is not written."""
+    """Number of prompts in each step, the first of its batch, whose completions are written to
+    ``samples.jsonl``, also those without a reward. With 0, the file is not written."""
 
     print_samples: Annotated[int, at_least(0)] = 0
     """Number of the prompts of ``samples.jsonl`` that are also printed in each step with their

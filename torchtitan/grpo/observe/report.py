@@ -15,11 +15,17 @@ from torchtitan.grpo.config.environments import reward_functions
 from torchtitan.grpo.config.evaluation import evaluation_sets
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.rewards.reward_loading import short_names
+from torchtitan.grpo.rollout.drops import DROP_KINDS
 from torchtitan.grpo.strict_json import finite
 from torchtitan.grpo.system.files import write_whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+_WAITS = (
+    *("time/wait_data_fraction", "rollout/wait_rewards_fraction", "rollout/wait_episodes_fraction"),
+    *("rollout/wait_trainer_fraction", "rollout/idle_fraction"),
+)
 
 
 @dataclass(frozen=True)
@@ -35,21 +41,19 @@ def summarize(
     outcome: RunOutcome, steps: list[dict[str, Any]], evaluations: list[dict[str, Any]]
 ) -> dict[str, Any]:
     kl = "teacher/reverse_kl"
-    taught = {}
-    if any(kl in record for record in steps):
-        taught = {
-            "teacher_kl_first10": mean_over(steps[:10], kl),
-            "teacher_kl_last10": mean_over(steps[-10:], kl),
-        }
+    taught = {"first10": steps[:10], "last10": steps[-10:]} if any(kl in s for s in steps) else {}
+    dropped = [(k.words, sum(numbers_of(steps, k.metric))) for k in DROP_KINDS.values()]
     return {
         "steps": outcome.step,
         "seconds": round(outcome.seconds, 1),
         "reward_first10": mean_over(steps[:10], "reward/mean"),
         "reward_last10": mean_over(steps[-10:], "reward/mean"),
-        **taught,
+        **{f"teacher_kl_{k}": mean_over(of, kl) for k, of in taught.items()},
         "heldout_before": mean_over(evaluations[:1], "evaluation/score"),
         "heldout_after": mean_over(evaluations[-1:], "evaluation/score"),
         "max_staleness_steps": max(numbers_of(steps, "staleness/max_steps"), default=0),
+        "waits": {metric: mean_over(steps, metric) for metric in _WAITS},
+        "dropped": {words: int(number) for words, number in dropped if number},
         "equal_groups_fraction": mean_over(steps, "reward/equal_groups_fraction"),
         "mismatch_kl_mean": mean_over(steps, "mismatch/kl"),
         "policy_version": outcome.step,

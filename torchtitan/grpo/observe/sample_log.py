@@ -31,11 +31,11 @@ class SampleLog:
         self.latest: list[dict[str, Any]] = []
 
     def write(self, step: int, groups: Iterable[RolloutGroup], advantages: Advantages) -> None:
-        """Writes all rollouts of the first groups."""
+        """Writes all rollouts of the first groups, and those that were left out of them."""
         self.latest = [
-            {"step": step} | self._record(group, i, advantages.get(group.group_id))
-            for group in list(groups)[: self._per_step]
-            for i in range(len(group.rollouts))
+            {"step": step, "number": number} | self._record(group, i, advantages)
+            for number, group in enumerate(list(groups)[: self._per_step], 1)
+            for i in range(len(group.rollouts) + len(group.left_out))
         ]
         for record in self.latest:
             self._log.add(record)
@@ -43,11 +43,11 @@ class SampleLog:
     def close(self) -> None:
         self._log.close()
 
-    def _record(
-        self, group: RolloutGroup, i: int, advantages: Sequence[float | None] | None
-    ) -> dict[str, Any]:
+    def _record(self, group: RolloutGroup, i: int, known: Advantages) -> dict[str, Any]:
         assert self._codec is not None, "no sample is written without a tokenizer"
-        rollout = group.rollouts[i]
+        rollouts = (*group.rollouts, *group.left_out)
+        rollout = rollouts[i]
+        advantages = [*known.get(group.group_id, ()), *(None for _ in rollouts)]
         return {
             "group_id": group.group_id,
             "row": group.row,
@@ -55,8 +55,10 @@ class SampleLog:
             "completion": rollout.completion,
             "reward": rollout.reward,
             "reward_components": rollout.reward_components,
-            "advantage": advantages[i] if advantages else None,
-            "group_rewards": [r.reward for r in group.rollouts],
+            "unscored": rollout.unscored,
+            "left_out": i >= len(group.rollouts),
+            "advantage": advantages[i],
+            "group_rewards": [r.reward for r in rollouts],
             "finish_reason": rollout.finish_reason,
             "versions": [[s.version, s.start, s.end] for s in rollout.segments],
             "server": group.server_url,
@@ -133,9 +135,12 @@ def _group_text(records: Sequence[Mapping[str, Any]]) -> str:
     for number, record in enumerate(records, 1):
         components = ", ".join(f"{k} {v:.4g}" for k, v in record["reward_components"].items())
         advantage = record["advantage"]
+        value, cause = record["reward"], record["unscored"]
+        reward = f"reward {value:.4g} ({components})" if value is not None else "no reward"
+        no_advantage = "left out" if record["left_out"] else "advantage not known"
         facts = [
-            f"reward {record['reward']:.4g} ({components})",
-            f"advantage {advantage:+.4g}" if advantage is not None else "advantage not known",
+            f"{reward}, unscored by {cause}" if cause else reward,
+            f"advantage {advantage:+.4g}" if advantage is not None else no_advantage,
             f"ended by {record['finish_reason']}",
             "versions " + ", ".join(str(version) for version, _, _ in record["versions"]),
         ]

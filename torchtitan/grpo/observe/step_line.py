@@ -18,7 +18,6 @@ import math
 from collections.abc import Iterator, Mapping
 
 from torchtitan.grpo.rollout.drops import DROP_KINDS
-from torchtitan.grpo.types import CAUSES
 
 WIDE_COLUMNS = 150
 """Number of columns from which on a terminal shows the long form."""
@@ -26,7 +25,6 @@ WIDE_COLUMNS = 150
 _DROPPED = (
     *((kind.metric, kind.words) for kind in DROP_KINDS.values()),
     ("rollout/cut_rollouts", "answers cut"),
-    *((metric, f"unscored by {cause}") for cause, metric in CAUSES.items()),
 )
 """Counts of a step that are shown if they are not zero."""
 _CAUSES = (

@@ -29,8 +29,8 @@ SAMPLES = "samples"
 """Name of the table in wandb, and of the text in TensorBoard."""
 
 COLUMNS = (
-    *("step", "group_id", "prompt", "completion", "context", "reward", "advantage"),
-    *("reward_components", "columns", "finish_reason", "logged"),
+    *("step", "group_id", "prompt", "completion", "context", "reward", "unscored"),
+    *("advantage", "reward_components", "columns", "finish_reason", "logged"),
 )
 
 

@@ -50,6 +50,7 @@ class Score(msgspec.Struct, tag=True):
     columns: dict[str, list[Any]]
     global_step: int
     max_steps: int
+    row: str = ""  # of the data, for logs
 
 
 class Postponed(Refused, tag=True):
@@ -78,7 +79,7 @@ class LoadedFunction:
         try:
             return _checked(self._start(request, log), len(request.completions))
         except BaseException as error:
-            return self._refused(error)
+            return self._refused(error, request)
 
     async def await_values(self, request: Score, log: RewardLog) -> Values | Refused:
         """Awaits an asynchronous function."""
@@ -88,7 +89,7 @@ class LoadedFunction:
             task = asyncio.current_task()
             if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
                 raise
-            return self._refused(error)
+            return self._refused(error, request)
 
     def _start(self, request: Score, log: RewardLog) -> Any:
         missing = missing_arguments(self.function, request.columns)
@@ -117,12 +118,14 @@ class LoadedFunction:
             },
         )
 
-    def _refused(self, error: BaseException) -> Refused:
+    def _refused(self, error: BaseException, request: Score) -> Refused:
         subject = f"Reward function {self.path!r}"
         if isinstance(error, _BadReward):
             return refused(f"{self.path} {error.kind}", f"{subject} {error}")
         if isinstance(error, ScoreLater):
             return refused("postponed", f"{subject} cannot be computed now: {error}", Postponed)
+        shown = ascii(request.completions)[:4000]
+        print(f"{request.row}: {subject} raised for the completions {shown}", file=sys.stderr)
         traceback.print_exception(error, file=sys.stderr)
         return refused(
             f"{self.path} raised {type(error).__name__}",

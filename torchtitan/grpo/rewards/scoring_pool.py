@@ -34,6 +34,9 @@ _SLOW_PART, _MOST_SLOW_TRIES = 0.5, 2
 class ScoringFailed(CallFailed):
     """One group could not be scored."""
 
+    def __init__(self, prompt: Prompt, kind: str, message: str) -> None:
+        super().__init__(kind, f"{prompt.row}: {message}" if prompt.row else message)
+
 
 class ScoringPostponed(ScoringFailed):
     """One group could not be scored now."""
@@ -171,6 +174,7 @@ class RewardPool:
             | {name: list(values) for name, values in (columns or {}).items()},
             global_step=self.next_step(),
             max_steps=self._max_steps,
+            row=prompt.row,
         )
 
     async def _patiently_scored(
@@ -207,10 +211,9 @@ class RewardPool:
         self, request: Score, prompt: Prompt, on_begin: Callable[[], object] = lambda: None
     ) -> Scored:
         reply = await self._answer(request, prompt, on_begin)
-        if isinstance(reply, Postponed):
-            raise ScoringPostponed(reply.kind, reply.message)
         if isinstance(reply, Refused):
-            raise ScoringFailed(reply.kind, reply.message)
+            failed = ScoringPostponed if isinstance(reply, Postponed) else ScoringFailed
+            raise failed(prompt, reply.kind, reply.message)
         assert isinstance(reply, Scored), f"unexpected reply {reply!r}"
         return reply
 
@@ -225,16 +228,16 @@ class RewardPool:
                 f"Scoring one group with {names} took longer than reward.timeout_seconds = "
                 f"{self.workers.timeout_seconds:g}."
             )
-            raise ScoringFailed("timeout", message) from error
+            raise ScoringFailed(prompt, "timeout", message) from error
         except NotPlainData as error:
             message = not_passed(prompt, request.columns, "the reward functions", error)
-            raise ScoringFailed("column", message) from error
+            raise ScoringFailed(prompt, "column", message) from error
         except ChannelBroken as error:
             message = (
                 f"{error} A reward function wrote to a file descriptor that it did not open, or "
                 "closed one. The worker process was killed."
             )
-            raise ScoringFailed("channel", message) from error
+            raise ScoringFailed(prompt, "channel", message) from error
         except WorkerLost as error:
             message = f"Scoring one group failed: {error} {OUTPUT_HINT}"
-            raise ScoringFailed("crash", message) from error
+            raise ScoringFailed(prompt, "crash", message) from error

@@ -93,6 +93,6 @@ def pack_without_arrays(groups: Sequence[RolloutGroup], num_samples: int) -> Pac
 
     Of the arrays, only masks and the token ids of the groups to log are sent.
     """
-    logged = [rollout for group in groups[:num_samples] for rollout in group.rollouts]
+    logged = [r for group in groups[:num_samples] for r in (*group.rollouts, *group.left_out)]
     kept: Collection[int] = {id(a) for r in logged for a in (r.prompt_ids, r.token_ids)}
     return pack(groups, lambda array: array.dtype == np.bool_ or id(array) in kept)

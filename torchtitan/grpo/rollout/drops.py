@@ -3,18 +3,19 @@
 
 """Counts and announces what a run drops, so that nothing is lost in silence.
 
-The first of each kind is announced at once, with its reason. The counts since the last batch
-are metrics, and those of the whole run are its summary.
+The first of each kind is announced at once, with its reason, and the others are logged. The
+counts since the last batch are metrics, and those of the whole run are its summary.
 """
 
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torchtitan.grpo.inference.client import LogprobsError, ServerError
 from torchtitan.grpo.inference.http import RouteError
 from torchtitan.grpo.rollout.ledger import CloseReason
+from torchtitan.grpo.types import CAUSES, Prompt, Rollout
 from torchtitan.grpo.workers.owner import CallFailed
 
 logger = logging.getLogger(__name__)
@@ -49,9 +50,7 @@ DROP_KINDS: dict[str, DropKind] = {
     "episode failed": DropKind("episodes failed", "episodes that failed"),
     "request refused": DropKind("requests refused", "requests that a server refused"),
     "request unanswered": DropKind(
-        "requests unanswered (made again)",
-        "requests that a server did not answer",
-        "requests_unanswered",
+        "requests unanswered (made again)", "requests without an answer", "requests_unanswered"
     ),
     "rating failed": DropKind(
         "ratings failed (made again)", "ratings that a teacher did not give", "failed_ratings"
@@ -70,6 +69,8 @@ DROP_KINDS: dict[str, DropKind] = {
     "expired": DropKind("groups expired", "groups with outdated tokens", "expired_groups"),
     "overdue": DropKind("groups overdue", "groups that were overdue", "overdue_groups"),
     "filtered": DropKind("groups filtered", "groups that were filtered out", "filtered_groups"),
+    # The judge counts these, and nothing announces them one by one.
+    **{c: DropKind(f"completions unscored by {c}", "", m.split("/")[1]) for c, m in CAUSES.items()},
 }
 """The reasons for which the ledger closes a prompt are among them."""
 
@@ -94,16 +95,13 @@ class DropLog:
         if source not in announced and len(announced) < _MAX_ANNOUNCED:
             announced.add(source)
             self._announce(f"First of the {DROP_KINDS[kind].phrase}: {reason}")
+        else:
+            logger.info("%s: %s", DROP_KINDS[kind].words, reason)
 
     def record_scoring(self, failure: CallFailed) -> None:
-        kind = "reward unusable"
-        if failure.kind == "timeout":
-            kind = "reward timed out"
-        elif failure.kind == "postponed":
-            kind = "reward postponed"
-        elif " raised " in failure.kind:
-            kind = "reward raised"
-        self.record(kind, str(failure), source=failure.kind)
+        kind = "reward raised" if " raised " in failure.kind else "reward unusable"
+        known = {"timeout": "reward timed out", "postponed": "reward postponed"}
+        self.record(known.get(failure.kind, kind), str(failure), source=failure.kind)
 
     def record_episode(self, failure: CallFailed) -> None:
         self.record("episode failed", str(failure), source=failure.kind)
@@ -112,10 +110,16 @@ class DropLog:
         self.record(kind_of_request(error), str(error), source=url)
 
     def record_closed(
-        self, group_id: int, reason: CloseReason, detail: str, environment: str = ""
+        self, group_id: int, reason: CloseReason, detail: str, environment: str = "", row: str = ""
     ) -> None:
-        of = f" of environments.{environment}" if environment else ""
-        self.record(reason, f"group {group_id}{of} is not trained on. {detail}", source=environment)
+        of = f" ({row})" * bool(row) + f" of environments.{environment}" * bool(environment)
+        why = detail.removeprefix(f"{row}: ")
+        self.record(reason, f"group {group_id}{of} is not trained on. {why}", source=environment)
+
+    def log_unscored(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> None:
+        for one in (one for one in rollouts if one.reward is None):
+            where = prompt.group_id, prompt.row, one.unscored, ascii(one.completion)[:500]
+            logger.info("group %d (%s), unscored by %s: %s", *where)
 
     def take_metrics(self) -> dict[str, float]:
         last, self._last = self._last, self.counts.copy()
@@ -131,12 +135,7 @@ def kind_of_request(error: ServerError) -> str:
 
 
 def run_summary(counts: Mapping[str, int]) -> str:
-    found = [
-        f"{counts[name]} {kind.words}" for name, kind in DROP_KINDS.items() if counts.get(name)
-    ]
+    found = [f"{n} {kind.words}" for name, kind in DROP_KINDS.items() if (n := counts.get(name))]
     if not found:
         return ""
-    return (
-        f"Dropped in this run: {', '.join(found)}. The reasons are above and in "
-        "rollout_process.log."
-    )
+    return f"Dropped in this run: {', '.join(found)}. The reasons are above and in rollout_process.log."

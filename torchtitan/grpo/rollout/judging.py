@@ -10,7 +10,7 @@ https://arxiv.org/abs/2503.14476).
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
@@ -87,11 +87,12 @@ class GroupJudge:
         generations: Sequence[Generation],
         environment: str = "",
         failures: Sequence[EnvironmentFailed] = (),
+        collect: Callable[[list[Rollout]], object] = lambda rollouts: None,
     ) -> list[Rollout]:
         """Returns the rollouts of the group to train on, each with a reward and a rating.
 
-        ``failures`` are those of its other episodes. Raises Unusable, and RewardError or TeachersFailing
-        if the run must stop.
+        ``failures`` are those of its other episodes. ``collect`` gets all, scored or not. Raises Unusable,
+        and RewardError or TeachersFailing if the run must stop.
         """
         generations = separated(generations)
         self._counts["all"] += len(generations) + len(failures)
@@ -100,6 +101,7 @@ class GroupJudge:
         self._counts["service"] += len(failures) - len(written)
         unscorable = await scorer.unscorable(prompt, written) if written else []
         self._count(unscorable)
+        collect(unscorable)
         valued = [rollout for rollout in unscorable if rollout.reward is not None]
         if len(generations) + len(valued) < self._fewest:
             what = "came back whole from servers and environments"
@@ -113,13 +115,16 @@ class GroupJudge:
             filters = "passed rollout.min_completion_tokens and rollout.drop_truncated"
             cause = SHORT if len(whole) == len(generations) else TRUNCATED
             raise Unusable("filtered", self._too_few(len(kept), filters), cause)
-        rollouts = [*(await self._score(scorer, prompt, kept) if kept else []), *valued]
+        rollouts = await self._score(scorer, prompt, kept) if kept else []
+        collect(rollouts)
+        rollouts += valued
         scored = [rollout for rollout in rollouts if rollout.reward is not None]
         if len(scored) < self._fewest:
             detail = (
                 f"{self._too_few(len(scored), f'of {len(rollouts)} got a reward')} A function, an environment, "
                 "or a program of [agent] that gives none (None, or no number as its last line of output) "
-                "leaves a completion out; to say that it failed, give 0."
+                "leaves a completion out; to say that it failed, give 0. "
+                f"None came from {scorer.silent(rollouts)}."
             )
             raise Unusable("unscored", detail, UNSCORED)
         return await self._judged(scorer, prompt, scored)

@@ -206,7 +206,8 @@ class RolloutLink:
         assert batch.version == version, f"got the batch of {batch.version}, expected {version}"
         self._asked_version = None
         groups = unpack(Packed(batch.groups, frames[0]), list[RolloutGroup])
-        return RolloutBatch(groups, batch.progress, batch.closed, batch.metrics, batch.part)
+        about = batch.progress, batch.closed, batch.metrics, batch.part, batch.rows
+        return RolloutBatch(groups, *about)
 
     @property
     def is_evaluating(self) -> bool:

@@ -130,7 +130,7 @@ class EvaluationDone(msgspec.Struct, tag=True):
 class Batch(msgspec.Struct, tag=True):
     """Answer to :class:`NextBatch`, followed by the arrays of ``groups``, a packed header.
 
-    ``progress``, ``closed`` and ``metrics`` are valid only in the part that ends a batch.
+    ``progress``, ``closed``, ``metrics`` and ``rows`` are valid only in the part that ends a batch.
     """
 
     version: int
@@ -139,6 +139,7 @@ class Batch(msgspec.Struct, tag=True):
     metrics: dict[str, float]
     groups: msgspec.Raw
     part: BatchPart
+    rows: dict[int, str] = {}
 
 
 Command = NextBatch | Evaluate | Save | Stop

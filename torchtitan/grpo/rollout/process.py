@@ -288,14 +288,8 @@ class RolloutProcess:
         metrics = (
             batch.metrics | self._lag.take_metrics() | lending if batch.part.ends_batch else {}
         )
-        answer = link_messages.Batch(
-            command.version,
-            batch.progress,
-            batch.closed,
-            metrics,
-            groups.header,
-            batch.part,
-        )
+        told = metrics, groups.header, batch.part, batch.rows
+        answer = link_messages.Batch(command.version, batch.progress, batch.closed, *told)
         await self._send(answer, [groups.arrays])
 
     async def _send_evaluation(

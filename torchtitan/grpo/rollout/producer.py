@@ -31,7 +31,7 @@ from torchtitan.grpo.rollout.scoring import brief_columns, prompt_text
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher, Server
 from torchtitan.grpo.rollout.trajectory import CompletionWriter, RunningGroup
 from torchtitan.grpo.system.waits import wait_at_most
-from torchtitan.grpo.types import BatchPart, Generation, Prompt, RolloutGroup, as_context
+from torchtitan.grpo.types import CAUSES, BatchPart, Generation, Prompt, RolloutGroup, as_context
 
 # No event marks the end of a server's pause after a failure, so the loop polls as well.
 _RETRY_SECONDS = 0.2
@@ -187,9 +187,10 @@ class Producer:
         self._ledger.train([group.group_id for group in batch])
         metrics = self._batch_metrics(batch)
         progress, closed = self._ledger.progress, self._ledger.take_closed()
+        rows = {index: self._prompts.row_of(index) for index in closed}
         self._delivered = RolloutBatch(batch, progress, closed, {}, BatchPart.WHOLE)
         part = BatchPart.at(begins_batch=begins_batch, ends_batch=True)
-        return RolloutBatch(groups, progress, closed, metrics, part)
+        return RolloutBatch(groups, progress, closed, metrics, part, rows)
 
     async def _take_batch(self) -> list[int]:
         while (group_ids := self._admission.take_batch()) is None:
@@ -314,14 +315,16 @@ class Producer:
             if self._ranker is not None and completions and not is_cut:
                 self._ranker.observe(prompt, [len(c.token_ids) for c in completions])
             environment = self._prompts.environment_of(prompt.group_id)
-            failures = running.failures()
-            rollouts = await self._judge.judge(prompt, completions, environment, failures)
+            judged = prompt, completions, environment, running.failures(), running.judged.extend
+            rollouts = await self._judge.judge(*judged)
         except Unusable as verdict:
             # The servers did not fail if the group was cut before it had two completions.
             is_early = is_cut and verdict.reason == "failed"
             reason, cause = ("overdue", OVERDUE) if is_early else (verdict.reason, verdict.cause)
+            self._drops.log_unscored(prompt, running.judged)
             self._close(prompt.group_id, reason, str(verdict), cause)
         else:
+            used = {id(r.token_ids) for r in rollouts}  # a rated rollout is new, its arrays are not
             self._finish(
                 RolloutGroup(
                     prompt.group_id, prompt_text(prompt), tuple(rollouts), server.url,
@@ -329,6 +332,7 @@ class Producer:
                     is_chat=not isinstance(prompt.text, str),
                     file=self._prompts.file_of(prompt.group_id),
                     row=prompt.row,
+                    left_out=tuple(r for r in running.judged if id(r.token_ids) not in used),
                 )
             )  # fmt: skip
         del self._running[prompt.group_id]
@@ -341,8 +345,8 @@ class Producer:
 
     def _note_closed(self, group_id: int, reason: CloseReason, detail: str, cause: Cause) -> None:
         self._ledger.close(group_id, reason)
-        environment = self._prompts.environment_of(group_id)
-        self._drops.record_closed(group_id, reason, detail, environment)
+        of = self._prompts.environment_of(group_id), self._prompts.row_of(group_id)
+        self._drops.record_closed(group_id, reason, detail, *of)
         self._kept_groups.drop(group_id, cause)
 
     def _relieve_overdue(self) -> bool:
@@ -411,7 +415,9 @@ class Producer:
         metrics["rollout/wait_trainer_fraction"] = self._held_back.take()
         metrics["rollout/wait_rewards_fraction"] = self._for_rewards.take()
         metrics["rollout/wait_episodes_fraction"] = self._for_episodes.take()
-        metrics |= self._drops.take_metrics() | self._judge.take_metrics()
+        judged = self._judge.take_metrics()
+        self._drops.counts.update({cause: int(judged[metric]) for cause, metric in CAUSES.items()})
+        metrics |= judged | self._drops.take_metrics()
         for name, writer in self._writers.items():
             metrics |= with_environment(name, writer.metrics())
         return metrics | self._dispatcher.metrics()

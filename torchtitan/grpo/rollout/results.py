@@ -3,7 +3,7 @@
 
 """Batches and evaluation results, which rank 0 receives from the rollout process."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torchtitan.grpo.rollout.ledger import CloseReason
 from torchtitan.grpo.types import BatchPart, FinishReason, PromptProgress, RolloutGroup
@@ -14,7 +14,7 @@ class RolloutBatch:
     """The ``grpo.prompts_per_step`` groups of one step, or with ``rollout.stream`` one part of them.
 
     ``progress``, at which a run resumes after this batch, ``closed``, the prompts closed since
-    the previous batch, and ``metrics`` are valid only in the part that ends the batch.
+    the previous batch with their ``rows``, and ``metrics`` are valid only in the part that ends it.
 
     The groups are ordered by ``group_id``, and every rollout has a reward. The arrays are read-only,
     and zeros if the ranks fetch their rollouts themselves (``prompts.single_rank_load = false``).
@@ -25,6 +25,7 @@ class RolloutBatch:
     closed: dict[int, CloseReason]
     metrics: dict[str, float]
     part: BatchPart
+    rows: dict[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -155,7 +155,7 @@ def _problems(saved: SavedRollouts, vocab_size: int, row_len: int) -> Iterator[s
     for group in saved.finished:
         if not group.rollouts:
             yield f"group {group.group_id} has no rollout"
-        for rollout in group.rollouts:
+        for rollout in (*group.rollouts, *group.left_out):
             problem = rollout_problem(rollout, vocab_size=vocab_size, row_len=row_len)
             if not all(map(math.isfinite, rollout.reward_metrics.values())):
                 problem = f"reward_metrics must be finite, got {rollout.reward_metrics}"

@@ -78,6 +78,11 @@ class Scorer:
         nothing = Scored([], {}, {}, unscorable=list(range(len(written))))
         return self._rollouts(prompt, written, texts, nothing)
 
+    def silent(self, rollouts: Sequence[Rollout]) -> str:
+        """The functions that gave no number to some of the rollouts without a reward."""
+        given = [rollout.reward_components for rollout in rollouts if rollout.reward is None]
+        return ", ".join(name for name in self._names if any(name not in of for of in given))
+
     async def accepted(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Rollout]:
         """The rollouts that ``rollout.should_accept`` keeps, or all. Raises as :meth:`score`."""
         if self._acceptor is None:

@@ -27,6 +27,7 @@ from torchtitan.grpo.rollout.serving.requests import Sampling
 from torchtitan.grpo.rollout.serving.spare_room import SpareRoom
 from torchtitan.grpo.rollout.serving.waiting import next_server
 from torchtitan.grpo.types import Generation, Prompt, joined, without_contexts
+from torchtitan.grpo.types import Rollout as ScoredRollout
 
 
 @dataclass(eq=False)
@@ -76,6 +77,7 @@ class RunningGroup:
     trajectories: list[Trajectory]
     kept: tuple[Generation, ...]
     task: asyncio.Task[None] | None = None
+    judged: list[ScoredRollout] = field(default_factory=list)
 
     def done(self) -> tuple[Generation, ...]:
         results = (trajectory.result() for trajectory in self.trajectories)

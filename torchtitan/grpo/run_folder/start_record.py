@@ -39,20 +39,22 @@ _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 _MASK = "***"
 
 
-def to_toml(tables: dict[str, Any]) -> str:
-    """Returns tables as TOML. Values that are masked, or None, which TOML lacks, are comments."""
-    lines = []
+def to_toml(tables: dict[str, Any], defaults: dict[str, Any]) -> str:
+    """Returns tables as TOML, with comments at what differs, is masked, or is not set."""
+    lines = ["# What differs from its default has a comment.", ""]
     for name, table in tables.items():
-        lines += [f"[{name}]", *(_setting(key, value) for key, value in table.items()), ""]
+        usual = defaults.get(name, {})
+        lines += [f"[{name}]", *(_setting(k, v, usual.get(k)) for k, v in table.items()), ""]
     return "\n".join(lines)
 
 
-def _setting(key: str, value: Any) -> str:
+def _setting(key: str, value: Any, default: Any) -> str:
+    mark = f"  # default: {toml_value(default)}" if value != default else ""
     if value is None:
-        return f"# {_key(key)} is not set"
+        return f"# {_key(key)} is not set{mark}"
     if value == _MASK:
         return f"# {_key(key)} is set; its value is not kept"
-    return f"{_key(key)} = {toml_value(value)}"
+    return f"{_key(key)} = {toml_value(value)}{mark}"
 
 
 def toml_value(value: Any) -> str:
@@ -80,6 +82,11 @@ def _key(key: str) -> str:
 def _quoted(text: str) -> str:
     # JSON escapes a string as TOML does, but for one control character.
     return json.dumps(text, ensure_ascii=False, allow_nan=False).replace("\x7f", "\\u007f")
+
+
+def describe_settings(config: "JobConfig") -> str:
+    """Returns the resolved configuration as TOML, with a mark at what differs from the defaults."""
+    return to_toml(config.to_dict(), type(config)().to_dict())
 
 
 def source_commit() -> str | None:
@@ -132,8 +139,8 @@ def record_start(
     numbers = [int(path.name) for path in starts.iterdir() if path.name.isdecimal()]
     folder = starts / str(max(numbers, default=0) + 1)
     folder.mkdir()
-    head = f"# Configuration of a run as it was started after {step} steps.\n\n"
-    (folder / "config.toml").write_text(head + to_toml(config.to_dict()), encoding="utf-8")
+    head = f"# Configuration of a run as it was started after {step} steps.\n"
+    (folder / "config.toml").write_text(head + describe_settings(config), encoding="utf-8")
     content = environment(step, arguments) | {"servers": [asdict(server) for server in servers]}
     text = strict_json.dumps(content, indent=2, default=str) + "\n"
     (folder / "environment.json").write_text(text, encoding="utf-8")

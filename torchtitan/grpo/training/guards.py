@@ -175,11 +175,9 @@ class Guards:
         """Judges, on rank 0, a batch by the completions that were left out since the last one."""
         if self._guards.unscored == "off" or "rollout/unscored_fraction" not in metrics:
             return
-        if (found := self._above("rollout/unscored_fraction", metrics, "unscored")) is None:
-            self._in_a_row.pop("unscored", None)
-            return
-        counts = [f"{metrics[metric]:.0f} by {cause}" for cause, metric in CAUSES.items()]
-        self._find("unscored", step, f"{found} (completions unscored {', '.join(counts)})")
+        if (found := self._above("rollout/unscored_fraction", metrics, "unscored")) is not None:
+            counts = [f"{metrics[metric]:.0f} by {cause}" for cause, metric in CAUSES.items()]
+            self._find("unscored", step, f"{found} (completions unscored {', '.join(counts)})")
 
     def judge_servers(self, step: int, lost_seconds: float) -> bool:
         """Returns whether the run must end because no server took work for ``lost_seconds``."""
@@ -214,7 +212,7 @@ class Guards:
         if action == "stop":
             return self._stop(line)
         number = self._in_a_row[guard]
-        is_due = action == "skip" or number & (number - 1) == 0  # 1, 2, 4, 8, ... in a row
+        is_due = action == "skip" or number & (number - 1) == 0  # 1, 2, 4, 8, ...
         if is_due and not is_told:
             self._say(line)
         return _VERDICTS[action]

@@ -17,8 +17,8 @@ from torchtitan.grpo.config.field_docs import field_docs, first_sentence
 from torchtitan.grpo.config_checks import ConfigError
 from torchtitan.grpo.config_checks.ranges import _UPSTREAM_BOUNDS, check_ranges
 from torchtitan.grpo.config_manager import load_config
-from torchtitan.grpo.dry_run import describe_settings
 from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.run_folder.start_record import describe_settings
 
 TABLES = [field for field in dataclasses.fields(JobConfig) if field.type in vars(tables).values()]
 BOUNDED = [
@@ -123,8 +123,8 @@ def test_the_description_marks_what_differs_from_the_defaults(monkeypatch):
     ]
     lines = describe_settings(load_config([*LIVE, *given])).splitlines()
     for line in (
-        "weight_decay = 0.01  # default: 0.0", "seed = 7  # default: None", "lr = 1e-06", "max_norm = 1.0",
-        "group_size = 8", "hf_assets_path = 'm'  # default: ''", "launch = True  # default: False",
+        "weight_decay = 0.01  # default: 0.0", "seed = 7  # default: not set", "lr = 1e-06", "max_norm = 1.0",
+        "group_size = 8", 'hf_assets_path = "m"  # default: ""', "launch = true  # default: false",
     ):  # fmt: skip
         assert line in lines, line
     marked = [line for line in lines if "  # default: " in line]

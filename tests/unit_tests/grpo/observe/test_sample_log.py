@@ -4,6 +4,7 @@
 """Samples as the model saw them."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -67,6 +68,36 @@ def test_the_file_holds_whole_groups_with_all_that_was_scored(tmp_path, codec):
     assert "column answer: 'größer'" in text and "logged verdict: 'right'" in text
     assert "[model, 3 tokens, trained]\n    21<eos>" in text and "    12<eos>" in text
     assert text.count("12->") == text.count("column answer") == 1  # what all of them share
+
+
+@pytest.mark.parametrize(
+    ("reward", "cause", "shown"),
+    [
+        (None, "function", "no reward, unscored by function; left out;"),
+        (None, "service", "no reward, unscored by service; left out;"),
+        (None, "policy", "no reward, unscored by policy; left out;"),
+        (0.5, "", "reward 0.5 (exact_match 1, short -0.5); left out;"),  # not accepted
+    ],
+)
+def test_what_was_left_out_of_a_group_is_written_with_its_cause(
+    tmp_path, codec, reward, cause, shown
+):
+    log = SampleLog(tmp_path / "samples.jsonl", 2, 0, codec)
+    kept = replace(rollout(codec, "12->", "21"), unscored="policy")  # reward.unscorable_value
+    lost = replace(rollout(codec, "12->", "2"), reward=reward, unscored=cause)
+    groups = [replace(group(i, kept), left_out=(lost,)) for i in (30, 41, 42)]
+    log.write(5, groups, {30: [1.5]})
+    log.close()
+    found = [(r["number"], r["completion"], r["reward"], r["left_out"]) for r in log.latest]
+    assert found == [(1, "21", 0.5, False), (1, "2", reward, True)] + [
+        (2, "21", 0.5, False), (2, "2", reward, True),
+    ]  # fmt: skip
+    assert [r["unscored"] for r in log.latest] == ["policy", cause] * 2
+    assert [r["advantage"] for r in log.latest] == [1.5, None, None, None]
+    assert log.latest[0]["group_rewards"] == [0.5, reward]
+    text = next(group_texts(log.latest))
+    assert "reward 0.5 (exact_match 1, short -0.5), unscored by policy; advantage +1.5" in text
+    assert f"completion 2 of 2: {shown}" in text
 
 
 def test_each_turn_says_who_wrote_it_and_whether_it_is_trained(codec):

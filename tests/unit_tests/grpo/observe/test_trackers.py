@@ -24,7 +24,7 @@ from torchtitan.grpo.upstream.metrics import LoggerContainer, TensorBoardLogger,
 
 SAMPLE = {
     "step": 1, "group_id": 7, "prompt": "12->", "completion": "21", "reward": 0.5,
-    "advantage": None, "reward_components": {"exact_match": 0.5}, "columns": {"answer": "21"},
+    "advantage": None, "unscored": "", "left_out": False, "reward_components": {"exact_match": 0.5}, "columns": {"answer": "21"},
     "finish_reason": "stop", "versions": [[0, 0, 3]], "logged": {"verdict": "right"},
     "context": [
         {"role": "prompt", "trained": False, "num_tokens": 4, "text": "12->"},

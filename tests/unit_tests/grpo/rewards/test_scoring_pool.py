@@ -5,6 +5,7 @@
 
 import contextlib
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -269,6 +270,6 @@ async def test_what_user_code_returns_and_raises_is_told_and_ends_no_worker(tmp_
             if isinstance(expected, list):
                 assert await values(pool, PROMPT, ["a", "b"], IDS, [position]) == [expected]
                 continue
-            with pytest.raises(ScoringFailed, match=expected):
-                await pool.score(PROMPT, ["a", "b"], IDS, [position])
+            with pytest.raises(ScoringFailed, match=rf"^train\.jsonl:8: .*{expected}"):
+                await pool.score(replace(PROMPT, row="train.jsonl:8"), ["a", "b"], IDS, [position])
         assert descendants(WORKER) == [worker]

@@ -3,9 +3,12 @@
 
 import asyncio
 import logging
+from dataclasses import replace
 from typing import get_args
 
+import numpy as np
 import pytest
+from rollouts import rollout
 
 from torchtitan.grpo.inference.client import LogprobsError, ServerError
 from torchtitan.grpo.inference.http import RouteError
@@ -14,6 +17,7 @@ from torchtitan.grpo.rollout.drops import DropLog, kind_of_request, run_summary
 from torchtitan.grpo.rollout.ledger import CloseReason
 from torchtitan.grpo.rollout.process import Announcer
 from torchtitan.grpo.system.waits import wait_at_most
+from torchtitan.grpo.types import Prompt
 from torchtitan.grpo.workers.owner import CallFailed
 
 
@@ -64,15 +68,43 @@ def test_metrics_count_since_the_last_batch_and_the_note_holds_what_is_not_zero(
     assert dropped(drops.take_metrics()).count("1 ") == len(get_args(CloseReason))
 
 
-def test_the_first_group_that_each_environment_loses_is_announced() -> None:
+def test_the_first_group_that_each_environment_loses_is_announced(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
     announced: list[str] = []
     drops = DropLog(announced.append)
     for group, environment in enumerate(("sums", "words", "sums")):
-        drops.record_closed(group, "unscored", "It failed.", environment)
+        drops.record_closed(group, "unscored", "It failed.", environment, f"a.jsonl:{group + 1}")
     assert [text.partition(": ")[2] for text in announced] == [
-        "group 0 of environments.sums is not trained on. It failed.",
-        "group 1 of environments.words is not trained on. It failed.",
+        "group 0 (a.jsonl:1) of environments.sums is not trained on. It failed.",
+        "group 1 (a.jsonl:2) of environments.words is not trained on. It failed.",
     ]
+    third = (
+        "groups unscored: group 2 (a.jsonl:3) of environments.sums is not trained on. It failed."
+    )
+    assert caplog.messages == [third]
+
+
+def test_a_dropped_groups_completions_without_a_reward_are_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    prompt = Prompt(5, "1", np.array([3], np.int32), {}, "train.jsonl:8")
+    texts = {"a\nb": None, "kept": 0.5, "x" * 10_000: None}
+    made = [replace(rollout(2, r), completion=t, unscored="function") for t, r in texts.items()]
+    DropLog().log_unscored(prompt, made)
+    first, last = caplog.messages
+    assert first == "group 5 (train.jsonl:8), unscored by function: 'a\\nb'"
+    assert len(last) < 600
+
+
+def test_completions_without_a_reward_are_in_the_steps_line_and_in_the_summary_of_the_run() -> None:
+    drops = DropLog(lambda text: None)
+    drops.counts.update({"function": 48, "policy": 2})
+    words = "2 completions unscored by policy, 48 completions unscored by function"
+    assert dropped(drops.take_metrics()) == f"dropped: {words}"
+    assert words in run_summary(drops.counts)
 
 
 async def test_errors_that_any_module_logs_are_announced_and_warnings_are_not() -> None:

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 
 import asyncio
+import contextlib
 import http.client
 import io
 import json
@@ -37,6 +38,8 @@ THREE = [generation(2)] * 3
 
 class GivenRewards(Scorer):
     """Scores the completions of a group with given rewards, and accepts given ones."""
+
+    _names = ()
 
     def __init__(self, rewards: Sequence[float | None], accepts: Sequence[bool]) -> None:
         self.rewards, self.accepts = rewards, accepts
@@ -102,6 +105,17 @@ def test_too_few_are_unusable(case):
     with pytest.raises(Unusable) as raised:
         judged(make_judge(*arguments, **settings), generations)
     assert raised.value.reason == reason
+
+
+@pytest.mark.parametrize(
+    ("rewards", "accepts"),
+    [([1.0, None, 0.0], (True,) * 3), ([1.0, 0.5, 0.0], (True, False, True)), ([None] * 3, ())],
+)
+def test_what_is_left_out_is_collected_also_of_a_group_that_is_not_trained_on(rewards, accepts):
+    found: list[Rollout] = []
+    with contextlib.suppress(Unusable):
+        asyncio.run(make_judge(rewards, accepts).judge(PROMPT, THREE, "", (), found.extend))
+    assert [one.reward for one in found] == rewards
 
 
 def test_equal_rewards_are_dropped_until_the_budget_of_the_batch_is_spent():

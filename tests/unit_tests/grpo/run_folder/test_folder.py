@@ -293,7 +293,8 @@ def test_what_is_written_as_toml_is_read_back():
         },
         "b": {"nothing": None, "api_key": "***"},
     }  # fmt: skip
-    text = to_toml(tables)
+    text = to_toml(tables, tables)
+    assert "# default:" not in text
     assert tomllib.loads(text) == {"a": tables["a"], "b": {}}
     assert "# nothing is not set" in text and "# api_key is set; its value is not kept" in text
 
@@ -308,6 +309,10 @@ def test_each_start_keeps_its_configuration_and_its_environment(config, tmp_path
     assert (first.name, second.name) == ("1", "2")
     settings = tomllib.loads((second / "config.toml").read_text())
     assert settings["optimizer"]["lr"] == 3e-5
+    lines = (second / "config.toml").read_text().splitlines()
+    assert "lr = 3e-05  # default: 1e-06" in lines
+    marked = [line for line in lines if "# default: " in line and "dump_folder" not in line]
+    assert len(marked) < 8, marked  # what this test and its configuration have set
     assert "api_key" not in settings["inference"]
     found = json.loads((first / "environment.json").read_text())
     assert found["packages"].keys() >= {"torchtitan-grpo", "torch", "torchtitan", "transformers"}

@@ -95,13 +95,13 @@ UNSCORED = {
 @pytest.mark.parametrize("action", ["stop", "warn", "off"])
 def test_completions_without_a_reward_are_judged_by_their_fraction(action):
     judge = Judge(unscored=action, unscored_limit=0.2)
-    for fraction in (0.2, 0.21, 0.3, 0.3, 0.1, 0.3):
+    for fraction in (0.2, 0.21, 0.1, 0.3, 0.2, 0.3, 0.1, 0.3):
         judge.guards.judge_unscored(7, UNSCORED | {"rollout/unscored_fraction": fraction})
         judge()
     judge.guards.judge_unscored(8, {})  # of a part of a batch
     assert judge.count("unscored") == 4 * (action != "off")
     lines = judge.lines if action != "stop" else [judge.guards.reason]
-    assert len(lines) == {"warn": 3, "stop": 1, "off": 0}[action]  # the 1st, 2nd, and 1st in a row
+    assert len(lines) == {"warn": 3, "stop": 1, "off": 0}[action]  # the 1st, 2nd and 4th
     for line in lines:
         assert line.startswith("Guard at step 7: rollout/unscored_fraction is 0.")
         assert "guards.unscored_limit = 0.2 (completions unscored 3 by policy, 1 by service" in line

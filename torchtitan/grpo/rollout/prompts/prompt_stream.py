@@ -16,6 +16,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -37,18 +38,16 @@ class EpochOrder:
     def __init__(self, num_rows: int, *, seed: int, set_number: int, shuffle: bool) -> None:
         self._num_rows, self._shuffle = num_rows, shuffle
         self._seed, self._set_number = seed, set_number
-        self._permutations: dict[int, np.ndarray] = {}
+        self._permutation = lru_cache(_KEPT_EPOCHS)(self._permute)  # several threads may call it
 
     def row(self, draw: int) -> int:
         epoch, offset = divmod(draw, self._num_rows)
-        if not self._shuffle:
-            return offset
-        if epoch not in self._permutations:
-            if len(self._permutations) == _KEPT_EPOCHS:
-                del self._permutations[min(self._permutations)]
-            rng = np.random.default_rng([self._seed, epoch, self._set_number])
-            self._permutations[epoch] = rng.permutation(self._num_rows)
-        return int(self._permutations[epoch][offset])
+        return int(self._permutation(epoch)[offset]) if self._shuffle else offset
+
+    def _permute(self, epoch: int) -> np.ndarray:
+        return np.random.default_rng([self._seed, epoch, self._set_number]).permutation(
+            self._num_rows
+        )
 
 
 class Skipped(NamedTuple):
@@ -104,6 +103,11 @@ class PromptStream:
     def file_of(self, index: int) -> str:
         """The name of the environment or of the file that a prompt is from; empty if it is alone."""
         return self.file_names[self._interleaving.at(index).set] if self.file_names else ""
+
+    def row_of(self, index: int) -> str:
+        """Where a prompt's row is in the data, such as ``train.jsonl:8``."""
+        number, draw = self._interleaving.at(index)
+        return self.sets[number].where(self._orders[number].row(draw))
 
     def environment_of(self, index: int) -> str:
         """The name of a prompt's environment; empty if environments have no names."""

@@ -201,7 +201,6 @@ class Attempts:
         if not is_news:
             return
         self._consecutive_failures += 1
-        logger.warning("A request for a completion failed: %s", error)
         if self._consecutive_failures >= self._max_consecutive_failures:
             raise ServersFailing(
                 f"{self._consecutive_failures} requests for completions failed in a row "

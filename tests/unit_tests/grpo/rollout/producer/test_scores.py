@@ -34,6 +34,11 @@ async def test_unscored_groups_are_replaced_and_unscored_rollouts_left_out(world
         # The next prompt may have been drawn already.
         assert batch.progress in (PromptProgress(3), PromptProgress(4, (3,)))
         assert batch.closed == {0: "unscored"}
+        rows = [batch.rows[0], *(group.row for group in batch.groups)]
+        assert [row.rpartition("/")[2] for row in rows] == [f"prompts.jsonl:{i}" for i in (1, 2, 3)]
+        left_out = [[(r.reward, r.unscored) for r in group.left_out] for group in batch.groups]
+        assert left_out == [[(None, "function")], []]
+        assert batch.metrics["rollout/unscored_by_function"] == 1 + GROUP_SIZE
 
 
 async def test_groups_without_an_advantage_are_refilled_within_the_budget(world_of):
