@@ -36,6 +36,11 @@ _BYTES = sorted(range(256), key=lambda byte: chr(byte) not in _LETTERS)
 _BYTE_OF = dict(zip(_LETTERS, _BYTES, strict=True))
 
 
+def shortened(text: str) -> str:
+    """Returns a text as Python writes it, without the middle of a long one."""
+    return re.sub(r"(?s)^(.{150}).{20,}(.{150})$", r"\1 ... \2", repr(text))
+
+
 class TextTooLong(ValueError):
     def __init__(self, most_tokens: int, found: str) -> None:
         super().__init__(
@@ -49,7 +54,8 @@ class TextCodec:
 
     ``eos_token_ids`` are removed from the end of a completion before decoding. ``prompt_end`` is
     the token at the end of chat prompts if it ends a completion, and empty if it does not.
-    ``special_tokens`` is ``prompts.special_tokens``.
+    ``special_tokens`` is ``prompts.special_tokens``. ``unread`` collects what became unknown
+    tokens.
     """
 
     def __init__(
@@ -66,6 +72,7 @@ class TextCodec:
         self._eos = frozenset(eos_token_ids)
         self._date = date
         self.prompt_end: str | None = None
+        self.unread = set[str]()
         self._most_tokens: int | None = None
         file = self._path / "tokenizer.json"
         if not file.is_file():
@@ -154,7 +161,17 @@ class TextCodec:
             ) from error
         ends = [end for _, end in encoding.offsets] if places else []
         ids = [known.get(token, token) for token in encoding.ids]
+        if self._unknown in ids:
+            pairs = zip(ids, encoding.offsets, strict=True)
+            parts = {read(text)[slice(*place)] for token, place in pairs if token == self._unknown}
+            spelled = self.token_text(self._unknown)
+            self.unread |= {part for part in parts if part.removeprefix(_WRITTEN) != spelled}
         return ids, [bisect_right(ends, len(read(text[:place]))) for place in places]
+
+    @functools.cached_property
+    def _unknown(self) -> int:
+        own = getattr(self._tokenizer.model, "unk_token", None) or self.special_text("unk_token")
+        return self.vocabulary().get(own or "", -1)
 
     @functools.cached_property
     def special(self) -> re.Pattern[str]:

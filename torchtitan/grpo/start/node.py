@@ -6,7 +6,6 @@
 import argparse
 import os
 import shlex
-import signal
 import socket
 import sys
 import time
@@ -18,7 +17,6 @@ from torchtitan.grpo.command_line import ConfigError, without_torch
 from torchtitan.grpo.run_folder.launch import LAUNCH_VARIABLE
 from torchtitan.grpo.system.logs import outlive_readers
 from torchtitan.grpo.system.network import address_of, interface_of, is_loopback, source_address
-from torchtitan.grpo.system.stop import end_at_start
 from torchtitan.grpo.system.waits import Reminders
 
 _PORT = 29400  # torchrun's own default
@@ -281,7 +279,6 @@ def say(text: str) -> None:
 
 def main() -> None:
     outlive_readers()
-    signal.signal(signal.SIGINT, end_at_start)
     try:
         status = run_node(parse(sys.argv[1:], os.environ))
     except ConfigError as error:

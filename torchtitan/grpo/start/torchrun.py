@@ -28,18 +28,16 @@ from torchtitan.grpo.start import local_rendezvous
 from torchtitan.grpo.system.cores import share_cores
 from torchtitan.grpo.system.private_folders import make_private_folder, remove_private_folder
 from torchtitan.grpo.system.rank_status import REPORTED_FILE, STATUS_FILE, read_status
-from torchtitan.grpo.system.stop import end_at_start, stop_signals
+from torchtitan.grpo.system.stop import stop_signals
+from torchtitan_grpo import end_at_start
 
 # Added to the time that ranks have to end, since they report and close after it.
 _MARGIN_SECONDS = 10
 # The agent insists on handling a signal; `_pass_on_signals` handles the real ones.
 _UNUSED_SIGNAL = "SIGQUIT"
-# As `-m torchtitan.grpo_train`, which would import torch before Ctrl-C ends a rank without a traceback.
-_RANK = """\
-import runpy, signal
-signal.signal(signal.SIGINT, signal.SIG_DFL)
-runpy.run_module("torchtitan.grpo_train", run_name="__main__", alter_sys=True)
-"""
+# As `-m` would run it, but from the start on Ctrl-C ends a rank without a traceback.
+_RANK = "import runpy, signal; signal.signal(signal.SIGINT, signal.SIG_DFL); "
+_RANK += "runpy.run_module('torchtitan.grpo_train', run_name='__main__', alter_sys=True)"
 
 
 class _Agent(LocalElasticAgent):

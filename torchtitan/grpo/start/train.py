@@ -5,7 +5,6 @@
 
 import math
 import os
-import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +14,6 @@ from torchtitan.grpo.command_line import ConfigError
 from torchtitan.grpo.command_line.reading import read_config
 from torchtitan.grpo.config.cluster import server_groups
 from torchtitan.grpo.job_config import JobConfig
-from torchtitan.grpo.system.stop import end_at_start
 
 
 def choose_num_ranks(config: JobConfig, num_gpus: int, asked: int | None) -> int:
@@ -155,10 +153,8 @@ def as_trained(arguments: list[str]) -> Iterator[list[str]]:
 def train(arguments: list[str]) -> int:
     """Starts the training ranks here; returns the run's exit status. Raises ConfigError."""
     parsed = parse(arguments)
-    if not (is_dry := "--dry-run" in parsed.rest):
-        signal.signal(signal.SIGINT, end_at_start)
     config, num_ranks, num_gpus = plan(parsed)
-    if not is_dry:
+    if "--dry-run" not in parsed.rest:
         print(_opening(config, num_ranks, num_gpus), file=sys.stderr, flush=True)
 
     from torchtitan.grpo.start.torchrun import run_ranks

@@ -12,13 +12,11 @@ import threading
 import time
 from collections.abc import Callable
 from types import FrameType
-from typing import NoReturn
 
 from torchtitan.grpo.system.logs import logger
 
 # Interval at which a rank checks that torchrun is still running.
 _AGENT_POLL_SECONDS = 1.0
-_AT_START = "Stopped before the first step. The checkpoints of earlier starts are kept."
 
 
 def stop_signals() -> tuple[signal.Signals, ...]:
@@ -26,12 +24,6 @@ def stop_signals() -> tuple[signal.Signals, ...]:
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         return signal.SIGINT, signal.SIGTERM
     return signal.SIGINT, signal.SIGTERM, signal.SIGHUP
-
-
-def end_at_start(signum: int, frame: FrameType | None = None) -> NoReturn:
-    """Ends a process that starts a run, as the handler of a signal before any rank has begun."""
-    print(_AT_START, file=sys.stderr, flush=True)
-    os._exit(128 + signum)
 
 
 class StopRequest:
