@@ -39,7 +39,7 @@ from torchtitan.grpo.rollout.model_match import prompt_notes
 from torchtitan.grpo.rollout.prompts import PromptLimits, PromptSet, PromptStream, check_rows
 from torchtitan.grpo.rollout.prompts.prompt_set import PromptText, check_vocabulary, read_messages
 from torchtitan.grpo.rollout.tables import open_table
-from torchtitan.grpo.rollout.tokenizer import TextCodec, shortened
+from torchtitan.grpo.rollout.tokenizer import TextCodec
 from torchtitan.grpo.system.logs import logger
 from torchtitan.grpo.types import PromptProgress
 
@@ -233,7 +233,7 @@ class ExampleStream:
         is_own = [False] * len(sample.prompt_ids)
         is_own += [True] * len(sample.completion_ids) if own is None else own.tolist()
         for learned, run in groupby(zip(ids, is_own, strict=True), lambda pair: pair[1]):
-            text = shortened(self._codec.decode_exactly([token for token, _ in run]))
+            text = self._codec.excerpt([token for token, _ in run])
             parts.append(f"[trained: {text}]" if learned else text)
         return (
             f"its first: {len(ids)} tokens, {sum(is_own)} of them trained: {' '.join(parts[:12])}"

@@ -22,7 +22,6 @@ from torchtitan.grpo.config.evaluation import EvaluationSet, evaluation_sets, se
 from torchtitan.grpo.rollout.inputs import EnvironmentInputs, Inputs
 from torchtitan.grpo.rollout.link_messages import CONFIG_FILE
 from torchtitan.grpo.rollout.session import RolloutSession
-from torchtitan.grpo.rollout.tokenizer import shortened
 from torchtitan.grpo.system.child import adopt_orphans, end_descendants
 from torchtitan.grpo.system.files import write_whole
 from torchtitan.grpo.types import Prompt
@@ -100,7 +99,7 @@ def _prompt_lines(one: EnvironmentInputs, inputs: Inputs) -> Iterator[str]:
 
 
 def _first_prompt(prompt: Prompt, inputs: Inputs) -> Iterator[str]:
-    shown = shortened(inputs.codec.decode_exactly(prompt.token_ids.tolist()))
+    shown = inputs.codec.excerpt(prompt.token_ids.tolist())
     kind = "string" if isinstance(prompt.text, str) else "chat messages"
     yield f"  first prompt ({prompt.row}): {kind}, {len(prompt.token_ids)} tokens: {shown}"
 

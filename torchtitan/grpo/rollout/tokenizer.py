@@ -36,11 +36,6 @@ _BYTES = sorted(range(256), key=lambda byte: chr(byte) not in _LETTERS)
 _BYTE_OF = dict(zip(_LETTERS, _BYTES, strict=True))
 
 
-def shortened(text: str) -> str:
-    """Returns a text as Python writes it, without the middle of a long one."""
-    return re.sub(r"(?s)^(.{150}).{20,}(.{150})$", r"\1 ... \2", repr(text))
-
-
 class TextTooLong(ValueError):
     def __init__(self, most_tokens: int, found: str) -> None:
         super().__init__(
@@ -354,6 +349,11 @@ class TextCodec:
         if _BYTE_OF.keys() >= set(spelled):
             return bytes(_BYTE_OF[letter] for letter in spelled)
         return text.encode()
+
+    def excerpt(self, token_ids: Sequence[int]) -> str:
+        """Returns the text of tokens as Python writes it, without the middle of a long one."""
+        text = repr(self.decode_exactly(token_ids))
+        return re.sub(r"^(.{150}).{20,}(.{150})$", r"\1 ... \2", text)
 
     def decode_exactly(self, token_ids: Sequence[int]) -> str:
         """Returns the text of tokens with all special tokens, as the model reads them."""
