@@ -8,18 +8,27 @@ the compiler and the quantization packages, which ``--help`` and ``train`` itsel
 """
 
 import importlib.util
+import os
 import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
+
+
+def end_at_start(signum: int, frame: FrameType | None = None) -> None:
+    """Handles a signal to a process that starts a run, until a rank has begun its work."""
+    text = "Stopped before the first step. The checkpoints of earlier starts are kept."
+    print(text, file=sys.stderr, flush=True)
+    os._exit(128 + signum)
 
 
 def main() -> None:
     """Runs the command that the command line names."""
     # Until a command handles signals itself, Ctrl-C needs no traceback.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    starts_run = sys.argv[1:2] in (["train"], ["sft"])
+    signal.signal(signal.SIGINT, end_at_start if starts_run else signal.SIG_DFL)
     _light_start().install_bare_package()
     from torchtitan.grpo.cli import main as run
 

@@ -21,5 +21,4 @@ overwrite=(--job.overwrite)
 [[ "$*" == *--job.dump_folder* || "$*" == *--checkpoint.enable* ]] && overwrite=()
 # On a CPU, each rank has one core, and more threads than cores would slow each other down.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" HF_HUB_OFFLINE=1
-exec .venv/bin/torchrun --rdzv-backend torchtitan_grpo --nproc_per_node="$ranks" -m torchtitan.grpo_train \
-    --job.config_file train_configs/quickstart.toml "${overwrite[@]}" "$@"
+exec .venv/bin/torchtitan-grpo train train_configs/quickstart.toml --nproc "$ranks" "${overwrite[@]}" "$@"

@@ -13,18 +13,12 @@ background while the next step runs.
 
 # ruff: noqa: E402  (the device must be settled before torchtitan's modules read it)
 
-import signal
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from torchtitan.grpo.system.device import lower_timeouts, settle_device
-
-if __name__ == "__main__":
-    # Until StopRequest handles signals there is nothing to shut down in order, and a Ctrl-C
-    # during the imports needs no traceback.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 settle_device()
 

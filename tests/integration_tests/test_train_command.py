@@ -8,6 +8,7 @@ import signal
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 from hub_cache import REVISION, fill_cache
 
@@ -102,6 +103,28 @@ def test_a_signal_ends_the_run_in_order_with_its_status(train, signum):
     assert "Traceback" not in run.console
     assert run.errors() == []
     assert "death signal" not in run.console  # torchrun's report
+
+
+def _imports_torch(process: psutil.Process) -> bool:
+    return any("libtorch" in file.path for file in process.memory_maps())
+
+
+@pytest.mark.parametrize("is_torch_of", ["the launcher", "the ranks"])
+def test_ctrl_c_during_the_imports_is_told_in_one_line(train, is_torch_of):
+    run = train("--training.steps=1000", "--nproc=2")
+
+    def holds() -> bool:
+        found = run.processes("torchtitan.grpo_train")
+        if is_torch_of == "the launcher":
+            found = [psutil.Process(run.process.pid)]
+        return bool(found) and all(map(_imports_torch, found))
+
+    run.wait_for(holds)
+    os.killpg(run.process.pid, signal.SIGINT)
+    assert run.finish(PATIENCE_SECONDS) == 128 + signal.SIGINT
+    lines = [line for line in run.console.splitlines() if not line.startswith("Starting 2")]
+    assert lines == ["Stopped before the first step. The checkpoints of earlier starts are kept."]
+    run.wait_until_processes_end()
 
 
 # Runs a command on a terminal of its own, which SIGUSR1 closes.

@@ -129,12 +129,6 @@ def serve(arguments: list[str]) -> int:
     return 0
 
 
-def verify(arguments: list[str]) -> int:
-    from torchtitan.grpo.verify import main as verify_main
-
-    return verify_main(arguments)
-
-
 def check_gpu(arguments: list[str]) -> int:
     # A clone has the checks in this folder, and a wheel beside its other packages.
     benchmarks = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -167,7 +161,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "plan": _imported("plan.command", "plan"),
     "evaluate": evaluate,
     "serve": serve,
-    "verify": verify,
+    "verify": lambda words: importlib.import_module("torchtitan.grpo.verify").main(words),
     "check-gpu": check_gpu,
     "versions": versions,
 }

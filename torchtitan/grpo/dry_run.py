@@ -9,6 +9,7 @@ Nothing is started that would outlive the check, and nothing is written into ``j
 import contextlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -52,6 +53,9 @@ from torchtitan.grpo.weight_wire.model_folder import WeightsAbsent
 _OUTPUT_FILE = "output.log"
 _PROGRESS_SECONDS = 1.0
 _SHOWN_OUTPUT_LINES = 20
+_OWN_FRAMES = re.compile(
+    rf'^  File "{re.escape(str(Path(__file__).parent))}/.*\n(?:    .*\n)*', re.M
+)
 
 
 def dry_run(
@@ -125,13 +129,10 @@ def _examples(config: JobConfig, model: HFModel, date: str, warnings: list[str])
         if path is None:
             continue
         stream = ExampleStream(config, model, path, f"sft.{key}", date=date)
-        first = stream.next()
-        yield (
-            f"sft.{key}: {path}, {len(stream)} examples; one of them has {len(first.prompt_ids)} "
-            f"tokens of a prompt and {len(first.completion_ids)} of a completion"
-        )
+        yield f"sft.{key}: {path}, {len(stream)} examples"
         yield f"  {stream.checked.describe()}"
-        warnings += filter(None, [stream.checked.warning(f"sft.{key}", path), *stream.notes()])
+        yield f"  {stream.describe_first()}"
+        warnings += stream.notes()
         stream.close()
 
 
@@ -190,7 +191,7 @@ def _wait(child: subprocess.Popen, progress: Path, timeout_seconds: float) -> No
 
 
 def _read_report(folder: Path, timeout_seconds: float) -> InputReport:
-    lines = log_tail(folder / _OUTPUT_FILE).splitlines()
+    lines = _OWN_FRAMES.sub("", log_tail(folder / _OUTPUT_FILE)).splitlines()
     output = "\n".join(f"  {line}" for line in lines[-_SHOWN_OUTPUT_LINES:])
     said = f" Its output ends with:\n{output}" if output else ""
     file = folder / REPORT_FILE
@@ -201,7 +202,7 @@ def _read_report(folder: Path, timeout_seconds: float) -> InputReport:
         )
     report = msgspec.json.decode(file.read_bytes(), type=InputReport)
     if report.error is not None and output:
-        report.error += said
+        report.error = f"{report.error.removesuffix('.')}.{said}"
     return report
 
 

@@ -96,7 +96,8 @@ def dump_collectives() -> None:
         trace = dump_flight_recorder()
         Path(f"{prefix}{os.environ.get('RANK', '0')}").write_bytes(trace)
     except (OSError, RuntimeError) as error:
-        print(f"The collectives could not be recorded: {error}", file=sys.stderr, flush=True)
+        if not isinstance(error, FileNotFoundError):  # that the folder is gone is told already
+            print(f"The collectives could not be recorded: {error}", file=sys.stderr, flush=True)
 
 
 def dump_flight_recorder() -> bytes:

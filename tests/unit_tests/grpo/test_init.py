@@ -324,7 +324,12 @@ def test_a_reward_that_must_be_written_keeps_the_run_from_starting_until_it_is(
             "b: column 'b' (prompts.column) must be a string",
         ),
         ([{"prompt": "?"}], ["--answer-column", "c"], "Existing columns: ['prompt']"),
-        ([{"messages": [user("?"), assistant("!")] * 2}], [], "Remove that message"),
+        ([{"messages": [user("?"), assistant("!")] * 2}], [], "are for torchtitan-grpo sft."),
+        (
+            [{"prompt": [user("?")], "tools": [{"name": "f"}]}] * 3,
+            [],
+            "rows.jsonl:1: column 'tools'",
+        ),
         ([{"prompt": "?" * 3000}], [], "at most 2047 tokens"),
     ],
 )
@@ -335,6 +340,26 @@ def test_data_without_prompts_is_refused(
     assert cli.run(["init", folder, write(tmp_path / "rows.jsonl", rows), *options]) == 2
     assert said in capsys.readouterr().err
     assert not Path("grpo.toml").exists()
+
+
+@pytest.mark.parametrize("options", [[], ["--prompt-column", "prompt"]])
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("?", "MODEL has no chat template. Name an instruct model, or add"),
+        ([{"type": "image", "image": "a.png"}], "has a part of type 'image'"),
+        ([{"type": "input_audio"}, {"type": "text", "text": "?"}], "of type 'input_audio'"),
+    ],
+)
+def test_advice_on_columns_is_for_columns_alone(
+    content, said, options, folder, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    Path(folder, "tokenizer_config.json").write_text("{}")
+    data = write(tmp_path / "rows.jsonl", [{"prompt": [user(content)], "answer": "1"}] * 3)
+    assert cli.run(["init", folder, data, *options]) == 2
+    error = capsys.readouterr().err
+    assert said in error and "--prompt-column" not in error
 
 
 CPU, GPU = Machine("these", 64 << 30), Machine("these", 79 << 30, 1)

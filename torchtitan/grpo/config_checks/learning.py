@@ -164,6 +164,7 @@ def check_supervised(config: JobConfig) -> None:
         "rollout.replay": rollout.replay is not None,
         "rollout.record": rollout.record is not None,
         "rollout.stream = true": rollout.stream,
+        "observe.print_samples above 0": config.observe.print_samples > 0,
         "prompts.single_rank_load = false": not config.prompts.single_rank_load,
         "grpo.ptx_path": grpo.ptx_path is not None,
         "grpo.kl_coef above 0": grpo.kl_coef > 0,

@@ -20,6 +20,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -215,11 +216,8 @@ class ExampleStream:
 
     def notes(self) -> list[str]:
         """Returns what a reader of the examples would not expect of their prompts' tokens."""
-        try:
-            is_chat = not isinstance(self._set.sample().text, str)
-            notes = list(prompt_notes(self._codec, is_chat=is_chat))
-        except ValueError as error:
-            raise DataError(str(error)) from error
+        is_chat = not isinstance(self._set.sample().text, str)
+        notes = [*self._set.notes(), *prompt_notes(self._codec, is_chat=is_chat)]
         for what, number in self._told_left_out:
             notes.append(
                 f"{self._key}: in {number:,} of the {self.checked.num_tokenized:,} examples that were "
@@ -227,6 +225,19 @@ class ExampleStream:
                 "therefore not learned."
             )
         return notes
+
+    def describe_first(self) -> str:
+        """Counts the tokens of the first example, and shows it with its trained parts marked."""
+        sample: Sample = self._set.sample().columns[_SAMPLE]
+        ids, own, parts = [*sample.prompt_ids, *sample.completion_ids], sample.sampled, []
+        is_own = [False] * len(sample.prompt_ids)
+        is_own += [True] * len(sample.completion_ids) if own is None else own.tolist()
+        for learned, run in groupby(zip(ids, is_own, strict=True), lambda pair: pair[1]):
+            text = self._codec.excerpt([token for token, _ in run])
+            parts.append(f"[trained: {text}]" if learned else text)
+        return (
+            f"its first: {len(ids)} tokens, {sum(is_own)} of them trained: {' '.join(parts[:12])}"
+        )
 
     @property
     def position(self) -> int:
@@ -288,8 +299,7 @@ class SupervisedSource(StepSource):
         """Says how many examples there are; each is read when its step comes."""
         path, checked = self.config.sft.path, self._examples.checked
         logger.info(f"sft.path: {path}, {checked.describe()}")
-        notes = [checked.warning("sft.path", str(path)), *self._examples.notes()]
-        for note in filter(None, notes):
+        for note in self._examples.notes():
             logger.warning(note)
         if evaluation_sets(self.config.evaluation):
             logger.info(

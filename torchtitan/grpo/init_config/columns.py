@@ -138,12 +138,17 @@ def _choose_prompt(
     source: Source, asked: str | None, has_template: bool
 ) -> tuple[str, list[PromptText]]:
     usual = [name for name in PROMPT_NAMES if name in source.columns]
+    tried = usual if asked is None else [asked]
     reasons = []
-    for name in usual if asked is None else [asked]:
+    for name in tried:
         texts, reason = _as_prompts(source, name, has_template)
         if not reason:
             return name, texts
         reasons.append(f"{name}: {reason}")
+    if any(isinstance(value, list) for name in tried for value in _values(source.rows, name)):
+        raise ConfigError(
+            f"{source.path} cannot be used. {' '.join(reasons)}"
+        )  # the column is right
     why = " ".join(reasons) or f"None has a name that is usual ({', '.join(PROMPT_NAMES)})."
     must = "DATA must have" if asked is None else "--prompt-column must name"
     raise ConfigError(
@@ -167,7 +172,10 @@ def _as_prompts(source: Source, name: str, has_template: bool) -> tuple[list[Pro
     if len(kinds) > 1:
         return [], "it holds both texts and chat messages."
     if kinds == {False} and not has_template:
-        return [], "it holds chat messages, and the model has no chat template."
+        return [], (
+            "it holds chat messages, and MODEL has no chat template. Name an instruct model, or add a "
+            "chat_template to its tokenizer_config.json."
+        )
     return texts, ""
 
 

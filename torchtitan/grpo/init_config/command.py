@@ -83,7 +83,7 @@ def init(arguments: list[str]) -> int:
     is_new = not reward.is_builtin and write_reward(output, source, columns)
     write_whole(output, text.encode())
     beside = f" and {output.with_name(REWARD_FILE)}" if is_new else ""
-    print(f"wrote    {output}{beside}", flush=True)
+    print(f"wrote    {output}{beside}, not checked yet", flush=True)
     _check(output, is_new_reward=is_new)
     print(_next(output, reward, is_new))
     return 0

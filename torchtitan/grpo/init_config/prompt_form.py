@@ -119,7 +119,7 @@ def measure(codec: TextCodec, settings: Prompts, limit: int) -> np.ndarray:
     limits = PromptLimits(
         limit, 1 << 31, "max_position_embeddings", "Name another model or column."
     )
-    lengths = []
+    lengths, first = [], None
     with refusing():
         table = open_table(
             settings.path, settings.split, settings.rename, settings.column, "DATA", settings.name
@@ -128,9 +128,10 @@ def measure(codec: TextCodec, settings: Prompts, limit: int) -> np.ndarray:
             for row in sample_rows(len(prompts)):
                 try:
                     prompt = prompts.prompt(row, row)
-                except RowError:
+                except RowError as error:
+                    first = first or error
                     if not lengths and row > 0:
-                        raise  # it would most likely fail for each of them, and slowly
+                        raise first from None  # each of them would most likely fail, and slowly
                     continue
                 lengths.append(limit + 1 if prompt is None else len(prompt.token_ids))
             if not lengths or min(lengths) > limit:

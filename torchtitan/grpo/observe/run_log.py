@@ -65,6 +65,10 @@ class RunLog:
                     f"{self._path} lacks its last {number} records: there was no room for them until the "
                     "end of the run."
                 )
+            own = os.fstat(self._stream.fileno())
+            with suppress(OSError):  # an empty file says nothing; another run may have one here
+                if not own.st_size and os.path.samestat(own, self._path.stat()):
+                    self._path.unlink()
         self._stream.close()
 
 

@@ -31,8 +31,6 @@ REPORT_FILE = "report.json"
 PROGRESS_FILE = "progress.txt"
 """Progress of a long check, as a sentence."""
 
-_SHOWN_CHARS = 300
-
 
 class InputReport(msgspec.Struct):
     """``lines`` tell what was opened, and ``error`` what the run would end with."""
@@ -101,10 +99,7 @@ def _prompt_lines(one: EnvironmentInputs, inputs: Inputs) -> Iterator[str]:
 
 
 def _first_prompt(prompt: Prompt, inputs: Inputs) -> Iterator[str]:
-    text = inputs.codec.decode_exactly(prompt.token_ids.tolist())
-    shown, half = repr(text), _SHOWN_CHARS // 2
-    if len(text) > _SHOWN_CHARS:
-        shown = f"{text[:half]!r} ... and ends with {text[-half:]!r}"
+    shown = inputs.codec.excerpt(prompt.token_ids.tolist())
     kind = "string" if isinstance(prompt.text, str) else "chat messages"
     yield f"  first prompt ({prompt.row}): {kind}, {len(prompt.token_ids)} tokens: {shown}"
 

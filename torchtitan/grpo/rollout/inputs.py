@@ -121,8 +121,7 @@ class Inputs:
         )
         for prompts, of_set in zip(self.stream.sets, examples, strict=True):
             self.environments[prompts.environment].examples.append(of_set)
-            if prompts.checked is not None:
-                self._warn(filter(None, [prompts.checked.warning(prompts.key, prompts.path)]))
+            self._warn(prompts.notes())
         for one in self.environments.values():
             self._warn(model_warnings(codec, one.config, is_chat=one.is_chat))
         self.held_out = await asyncio.to_thread(open_held_out, config, codec, self._drops)

@@ -49,7 +49,8 @@ class TextCodec:
 
     ``eos_token_ids`` are removed from the end of a completion before decoding. ``prompt_end`` is
     the token at the end of chat prompts if it ends a completion, and empty if it does not.
-    ``special_tokens`` is ``prompts.special_tokens``.
+    ``special_tokens`` is ``prompts.special_tokens``. ``unread`` collects what became unknown
+    tokens.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class TextCodec:
         self._eos = frozenset(eos_token_ids)
         self._date = date
         self.prompt_end: str | None = None
+        self.unread = set[str]()
         self._most_tokens: int | None = None
         file = self._path / "tokenizer.json"
         if not file.is_file():
@@ -154,7 +156,17 @@ class TextCodec:
             ) from error
         ends = [end for _, end in encoding.offsets] if places else []
         ids = [known.get(token, token) for token in encoding.ids]
+        if self._unknown in ids:
+            pairs = zip(ids, encoding.offsets, strict=True)
+            parts = {read(text)[slice(*place)] for token, place in pairs if token == self._unknown}
+            spelled = self.token_text(self._unknown)
+            self.unread |= {part for part in parts if part.removeprefix(_WRITTEN) != spelled}
         return ids, [bisect_right(ends, len(read(text[:place]))) for place in places]
+
+    @functools.cached_property
+    def _unknown(self) -> int:
+        own = getattr(self._tokenizer.model, "unk_token", None) or self.special_text("unk_token")
+        return self.vocabulary().get(own or "", -1)
 
     @functools.cached_property
     def special(self) -> re.Pattern[str]:
@@ -337,6 +349,11 @@ class TextCodec:
         if _BYTE_OF.keys() >= set(spelled):
             return bytes(_BYTE_OF[letter] for letter in spelled)
         return text.encode()
+
+    def excerpt(self, token_ids: Sequence[int]) -> str:
+        """Returns the text of tokens as Python writes it, without the middle of a long one."""
+        text = repr(self.decode_exactly(token_ids))
+        return re.sub(r"^(.{150}).{20,}(.{150})$", r"\1 ... \2", text)
 
     def decode_exactly(self, token_ids: Sequence[int]) -> str:
         """Returns the text of tokens with all special tokens, as the model reads them."""

@@ -237,7 +237,7 @@ class _Console:
         begin = self._begin if self._begin <= len(content) else 0
         text = content[begin:].decode(errors="replace").strip()
         if found := re.search(r"^error: ", text, re.MULTILINE):
-            return text[found.end() :][:_REASON_CHARS]
+            return text[found.end() :].partition("\n[titan] ")[0][:_REASON_CHARS]
         return "\n".join(text.splitlines()[-_REASON_LINES:])
 
     def close(self) -> None:

@@ -27,13 +27,17 @@ from torchtitan.grpo.errors import FINAL_STATUSES
 from torchtitan.grpo.start import local_rendezvous
 from torchtitan.grpo.system.cores import share_cores
 from torchtitan.grpo.system.private_folders import make_private_folder, remove_private_folder
-from torchtitan.grpo.system.rank_status import REPORTED_FILE, read_status
+from torchtitan.grpo.system.rank_status import REPORTED_FILE, STATUS_FILE, read_status
 from torchtitan.grpo.system.stop import stop_signals
+from torchtitan_grpo import end_at_start
 
 # Added to the time that ranks have to end, since they report and close after it.
 _MARGIN_SECONDS = 10
 # The agent insists on handling a signal; `_pass_on_signals` handles the real ones.
 _UNUSED_SIGNAL = "SIGQUIT"
+# As `-m` would run it, but from the start on Ctrl-C ends a rank without a traceback.
+_RANK = "import runpy, signal; signal.signal(signal.SIGINT, signal.SIG_DFL); "
+_RANK += "runpy.run_module('torchtitan.grpo_train', run_name='__main__', alter_sys=True)"
 
 
 class _Agent(LocalElasticAgent):
@@ -84,9 +88,11 @@ def run_agent(arguments: list[str], stop_timeout_seconds: float, **launch: Any) 
     upstream, api.LocalElasticAgent = api.LocalElasticAgent, _Agent
     try:
         # With -P, no file of the current folder, such as a random.py, shadows a module.
-        words = ("-u", "-P", "-m", "torchtitan.grpo_train", *arguments)
-        elastic_launch(config, sys.executable)(*words)
+        elastic_launch(config, sys.executable)("-u", "-P", "-c", _RANK, *arguments)
     except SignalException as error:
+        if not any(folder.glob(f"*/attempt_*/*/{STATUS_FILE}")):  # else a rank tells it
+            remove_private_folder(folder)
+            end_at_start(error.sigval)
         return 128 + error.sigval
     except ChildFailedError as error:
         return _status_of(error, folder)

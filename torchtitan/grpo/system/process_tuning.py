@@ -83,5 +83,6 @@ def require_open_files() -> None:
     if (limit := raise_file_limit(_FILES_OF_RUN)) < _LEAST_FILES:
         raise RunError(
             f"A run must be allowed to open {_LEAST_FILES} files at once, for its connections, got "
-            f"{limit} (ulimit -Hn). Raise the limit of this shell or user, such as with ulimit -n 4096."
+            f"{limit}, the hard limit (ulimit -Hn), which this shell cannot raise. Start a new shell, or have it "
+            "raised where it is set (/etc/security/limits.conf, LimitNOFILE, docker run --ulimit nofile=4096)."
         )

@@ -98,6 +98,8 @@ def test_a_conversation_is_trained_on_each_turn_of_the_assistant(open_stream):
     assert text(sample) == "SsEUaEA|bEUcEAdEAeE"
     assert learned(sample) == "bE....dEAeE", "messages that follow each other are one turn"
     assert sample.num_trained == 7 and stream.notes() == []
+    described = stream.describe_first().replace(" ", "")
+    assert described.startswith("itsfirst:18tokens,7ofthemtrained:'SsEUaEA'[trained:'bE']'UcEA'[")
 
 
 def learned(sample):

@@ -97,7 +97,16 @@ def test_a_resumed_run_continues_its_records_where_the_checkpoint_was(tmp_path):
     records = [json.loads(line) for line in file.read_text().splitlines()]
     assert records == resumed.read() == [{"step": 1}, {"step": 2}, {"step": 3, "again": True}]
     RunLog(file, 0).close()
-    assert file.read_text() == ""
+    assert not file.exists(), "an empty file says nothing"
+
+
+def test_a_log_that_stayed_empty_leaves_the_file_of_another_run(tmp_path):
+    log = RunLog(tmp_path / "samples.jsonl", 0)
+    other = RunLog(tmp_path / "samples.jsonl", 0)  # replaces the file
+    log.close()
+    other.add({"step": 1})
+    other.close()
+    assert other.read() == [{"step": 1}]
 
 
 def test_another_process_takes_each_record_of_a_run_once(tmp_path):

@@ -68,16 +68,6 @@ class CheckedRows:
         sampled = "" if self.num_tokenized == self.num_rows else " that were tokenized"
         return f"{text}; {self.num_fitting:,} of {self.num_tokenized:,} prompts{sampled} fit"
 
-    def warning(self, key: str, path: str) -> str | None:
-        """``None`` unless most prompts are too long."""
-        if 2 * self.num_fitting >= self.num_tokenized:
-            return None
-        return (
-            f"{key}: only {self.num_fitting:,} of {self.num_tokenized:,} prompts of {path} fit: at most "
-            f"{self.limits.max_tokens} tokens ({self.limits.source}) are taken. The others are left out. "
-            f"{self.limits.remedy}"
-        )
-
 
 class PromptSet:
     """Converts the rows of a table to prompts. Only one thread at a time may use it.
@@ -105,6 +95,7 @@ class PromptSet:
         self._token_ids: dict[int, np.ndarray] = {}
         self._too_long: set[int] = set()
         self._unusable: dict[int, str] = {}
+        self._unread = ""  # what the tokenizer cannot read of the first such row
         self.checked: CheckedRows | None = None
         self.too_long_reason = ""
 
@@ -140,6 +131,7 @@ class PromptSet:
         """
         if row in self._too_long:
             return None
+        self._codec.unread.clear()
         try:
             columns = dict(self._table.row(row))
             if self._set_name is not None:
@@ -152,6 +144,10 @@ class PromptSet:
         if token_ids is None:
             self._too_long.add(row)
             return None
+        if unread := self._codec.unread:
+            self._unread = (
+                self._unread or f"{', '.join(map(repr, sorted(unread))):.200} in {self.where(row)}"
+            )
         columns.pop(self._settings.column)
         return Prompt(index, text, token_ids, columns, self.where(row))
 
@@ -175,6 +171,20 @@ class PromptSet:
             if prompt is not None:
                 return prompt
         raise self.none_usable_error()
+
+    def notes(self) -> Iterator[str]:
+        """Yields what a user should know about the prompts that were checked."""
+        if (checked := self.checked) and 2 * checked.num_fitting < checked.num_tokenized:
+            yield (
+                f"{self.key}: only {checked.num_fitting:,} of {checked.num_tokenized:,} prompts of "
+                f"{self.path} fit: at most {self.limits.max_tokens} tokens ({self.limits.source}) are taken. "
+                f"The others are left out. {self.limits.remedy}"
+            )
+        if self._unread:
+            yield (
+                f"{self.key}: the tokenizer has no token for {self._unread}, and maybe for text of other rows. "
+                "The model reads its unknown token there. Change the text, or what adds it (a template)."
+            )
 
     def columns(self, row: int) -> dict[str, Any]:
         """The columns without the prompt, which is not tokenized."""
@@ -302,7 +312,7 @@ def prompt_text(columns: dict[str, Any], settings: Prompts) -> PromptText:
         raise ValueError(
             "a prompt must end before the turn that the model is to write, but this one ends with a "
             f"message of the assistant. Remove that message from column {column!r}, and keep its text in "
-            "another column if the reward needs it."
+            "another column if the reward needs it. Whole conversations are for torchtitan-grpo sft."
         )
     if settings.template is not None:
         place = max((i for i, m in enumerate(messages) if m["role"] == "user"), default=0)

@@ -16,6 +16,7 @@ Invariants:
 """
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -43,6 +44,7 @@ _SPREAD_ROWS = 4096
 _BLOCK_ROWS = 4096
 _MOST_SHAPES = 1000
 _PROGRESS_SECONDS = 5.0
+_FAULT_SECONDS = 2.0  # how long rows are still tokenized, to be counted, behind the first bad one
 
 
 Judge = Callable[[Mapping[str, Any]], str | None]
@@ -79,17 +81,20 @@ def check_rows(
                     shapes.setdefault((*_shape(found[1]), str("tools" in found[0])), row)
         num_checked += end - first
         progress.note(num_checked, "read")
-    num_tokenized = num_fitting = 0
-    for row in _rows_to_tokenize(sizes, set(shapes.values())):
+    num_tokenized, num_fitting, ends = 0, 0, math.inf
+    for row in (rows := _rows_to_tokenize(sizes, set(shapes.values()))):
         num_tokenized += 1
         try:
             num_fitting += prompts.prompt(row, row) is not None
         except RowError as error:
             bad[row] = str(error)
-            break  # a template that renders nothing would fail for each of them, and slowly
+            ends = min(ends, time.monotonic() + _FAULT_SECONDS)
+        if time.monotonic() > ends:
+            break  # a template that renders nothing fails for each of them, and slowly
         if num_tokenized == 1:  # the process that renders has started
             progress = _Progress(prompts, say)
         progress.note(num_tokenized, "tokenized")
+    num_checked -= len(rows) - num_tokenized
     _refuse_bad_rows(prompts, [bad[row] for row in sorted(bad)], num_checked)
     prompts.checked = CheckedRows(
         len(prompts), num_checked, num_tokenized, num_fitting, prompts.limits

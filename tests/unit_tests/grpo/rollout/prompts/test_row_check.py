@@ -209,13 +209,44 @@ def test_prompts_that_do_not_fit_are_counted_and_most_of_them_are_a_warning(
     long, warns, codec, tmp_path: Path
 ):
     rows = [FINE] * (10 - long) + [row("a" * 9)] * long
-    checked = check_rows(open_set(lines(tmp_path / "p.jsonl", rows), codec))
-    assert checked.describe() == f"all 10 rows checked; {10 - long} of 10 prompts fit"
-    warning = checked.warning("prompts.path", "p.jsonl")
-    assert (warning is not None) == warns
-    if warning is not None:
-        assert f"only {10 - long} of 10 prompts of p.jsonl fit: at most 8 tokens" in warning
-        assert "Raise prompts.max_prompt_tokens" in warning
+    prompts = open_set(lines(tmp_path / "p.jsonl", rows), codec)
+    assert check_rows(prompts).describe() == f"all 10 rows checked; {10 - long} of 10 prompts fit"
+    warnings = list(prompts.notes())
+    assert bool(warnings) == warns
+    if warnings:
+        assert f"only {10 - long} of 10 prompts of {prompts.path} fit: at most 8" in warnings[0]
+        assert "Raise prompts.max_prompt_tokens" in warnings[0]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "template", "unread"),
+    [
+        ("a\n?b", None, r"'\n'"),
+        ("aX", None, "'X'"),
+        ("é", None, "'é'"),
+        (asked("aZ"), None, "'Z'"),
+        ("a", "{prompt}\nY", r"'\n', 'Y'"),
+        ("a 1:", None, ""),
+        (asked("ab"), None, ""),
+    ],
+)
+def test_text_without_a_token_is_named(prompt, template, unread, codec, tmp_path: Path):
+    codec = TextCodec(str(tmp_path / "model"), [1])
+    rows = [row("a"), row(prompt), row(prompt)]
+    prompts = open_set(lines(tmp_path / "p.jsonl", rows), codec, template=template)
+    check_rows(prompts)
+    place = f"{tmp_path / 'p.jsonl'}:{1 if template else 2}"
+    known = f"prompts.path: the tokenizer has no token for {unread} in {place}, and"
+    assert [note.startswith(known) for note in prompts.notes()] == [True] * bool(unread)
+
+
+@pytest.mark.parametrize("prompt", [asked("a"), [{"role": "user", "content": "a", "x": 1}]])
+def test_each_row_with_a_fault_that_tokenizing_shows_is_counted(prompt, codec, tmp_path: Path):
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    rows = [row("a"), *[row(prompt) | {"tools": tools}] * 5]
+    prompts = open_set(lines(tmp_path / "p.jsonl", rows), codec)
+    with pytest.raises(ValueError, match=r"5 of the 6 rows .* The first: .*p.jsonl:2: column 'to"):
+        check_rows(prompts)
 
 
 def test_a_check_that_takes_long_says_how_far_it_has_come(codec, tmp_path: Path, monkeypatch):
