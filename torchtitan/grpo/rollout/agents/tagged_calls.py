@@ -44,9 +44,7 @@ _KINDS: dict[type, str] = {
 _LITERALS = {"true": "true", "false": "false", "null": "null", "none": "null"}
 
 
-def read_function(
-    begin: re.Match[str], schemas: Mapping[str, Any]
-) -> tuple[str, dict[str, Any], int]:
+def read_function(begin: re.Match[str], schemas: Mapping[str, Any]) -> tuple[str, dict, int]:
     """Reads the name and arguments of a whole function, and where it ends; raises ValueError."""
     text, name = begin.string, begin["name"].strip()
     tags, last = _tags_of(text, begin.end())

@@ -47,9 +47,7 @@ class Spoken(NamedTuple):
 Parser = Callable[[str, Sequence[dict[str, Any]]], Spoken]
 """Takes what a model wrote, and the tools that it was shown."""
 _Read = Callable[[re.Match[str], Sequence[dict[str, Any]]], tuple[list[ToolCall], int]]
-"""Reads the calls behind the match of their beginning, and where they end.
-
-There are none if they cannot be read. Raises ValueError if they do not end."""
+"""Reads the calls behind the match of their beginning; also returns where they, or what is no call, end."""
 
 
 def parser_of(template: ChatTemplate) -> Parser | None:
@@ -77,13 +75,9 @@ def _cut_out(
     calls: list[ToolCall] = []
     kept, place = [], 0
     while found := begin.search(text, place):
-        try:
-            new, end = read(found, tools)
-        except ValueError:
-            break  # what it quotes is not looked at
+        new, end = read(found, tools)
         kept.append(text[place : found.start() if new else end])
-        calls += new
-        place = end
+        calls, place = calls + new, end
     return Spoken("".join([*kept, text[place:]]).strip(), calls) if calls else Spoken(text, [])
 
 
@@ -92,39 +86,26 @@ def _json_form(begin: str, end: str) -> Parser:
     ends = re.compile(end)
 
     def read(found: re.Match[str], tools: object) -> tuple[list[ToolCall], int]:
-        try:
-            value, place = strict_json.load_at(found.string, found.end())
-        except ValueError:
-            return [], _end_of_json(found.string, found.end())
-        groups = found.groupdict()
-        if groups.get("name"):
-            value = {"name": found["name"], "arguments": value, "id": groups.get("id")}
-        if behind := ends.match(found.string, place):
-            with contextlib.suppress(ValueError):
+        groups, text = found.groupdict(), found.string
+        with contextlib.suppress(ValueError):
+            value, place = strict_json.load_at(text, found.end())
+            if groups.get("name"):
+                value = {"name": found["name"], "arguments": value, "id": groups.get("id")}
+            if behind := ends.match(text, place):
                 return _calls(value), behind.end()
-        return [], place
+        return [], _UNREADABLE.match(text, found.end()).end()
 
     return functools.partial(_cut_out, re.compile(begin), read)
-
-
-def _end_of_json(text: str, place: int) -> int:
-    """Where that ends which was meant as JSON: with its brackets, or before a mark."""
-    depth = 0
-    for part in _JSON_PART.finditer(text, place):
-        if part[0] in CALL_MARKS:
-            return part.start()
-        depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(part[0], 0)
-        if depth <= 0:
-            return part.end()
-    raise ValueError("a call must have an end")
 
 
 def _read_functions(
     found: re.Match[str], tools: Sequence[dict[str, Any]]
 ) -> tuple[list[ToolCall], int]:
     schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}
-    name, arguments, end = read_function(found, schemas)
-    return [ToolCall(name, json.dumps(arguments, allow_nan=False))], end
+    with contextlib.suppress(ValueError):
+        name, arguments, end = read_function(found, schemas)
+        return [ToolCall(name, json.dumps(arguments, allow_nan=False))], end
+    return [], len(found.string)  # what a call without an end quotes is no call
 
 
 def _parse_plain(text: str, tools: Sequence[dict[str, Any]]) -> Spoken:
@@ -146,10 +127,11 @@ def _parse_plain(text: str, tools: Sequence[dict[str, Any]]) -> Spoken:
 
 _FUNCTION = re.compile(rf"(?:<tool_call>\s*|^[ \t]*|(?<=</function>)\s*){FUNCTION}", re.MULTILINE)
 _BETWEEN = re.compile(r"(?:[;\s]|<\|python_tag\|>)*")
-_JSON_PART = re.compile(
-    r""""(?:[^"\\]|\\.)*(?:"|\Z)|'(?:[^'\\]|\\.)*(?:'|\Z)|[{}\[\]]|"""
-    + "|".join(map(re.escape, CALL_MARKS)),
-    re.DOTALL,
+# What was meant as JSON, until a mark: those in its strings are quoted.
+_UNREADABLE = re.compile(
+    r"""(?s:[^"'<\[]+|"(?:[^"\\]|\\.)*(?:"|\Z)|'(?:[^'\\]|\\.)*(?:'|\Z)|(?!%s).)*+""".replace(
+        "%s", "|".join(map(re.escape, CALL_MARKS))
+    )
 )
 _CALL_ID = re.compile(r"[a-zA-Z0-9]{9}")
 
