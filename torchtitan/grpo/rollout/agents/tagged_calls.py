@@ -8,8 +8,9 @@
 A value may quote such tags. Where a text can be read in two ways, these readings win:
 
 - A function that a value quotes has its own end. If there is none left, the call was cut.
-- A function ends with the last of its ends before the next one begins. An end has three tags, or
-  two behind which are another call or the end of the text. Those that begin a line come first.
+- A function ends with the last of its ends before the next one begins. Three tags come before two,
+  and an end that begins a line comes before one that does not. Two tags inside a line count only
+  if another call or the end of the text is behind them.
 - Values are divided where ``</parameter>`` and ``<parameter=KEY>`` meet, and by a tag that begins a
   line and a parameter of the tool that is not given elsewhere, if the next ``</parameter>`` ends it.
 """
@@ -25,17 +26,15 @@ from torchtitan.grpo import strict_json
 
 FUNCTION = r"<function=(?P<name>[^<>\n]+)>\s*(?=<parameter=[^<>\n]+>|</(?:function|tool_call)>)"
 _TAG = re.compile(
-    # It is closed, too, if it has no values, or if its first tags are all that is quoted.
-    rf"(?P<open>{FUNCTION})"
+    # A function that has no values, or whose first tags are all that is quoted, is closed, too.
+    rf"(?m)(?P<open>{FUNCTION})"
     r"(?P<closed></(?:function|tool_call)>(?:\s*</tool_call>)?|<[^>]+>\n(?=</parameter>))?"
     r"|(?P<value></parameter>\s*)?(?:(?P<function></function>)"
     r"(?:\s*(?P<call></tool_call>|(?:</?[a-z_]*)?\Z))?|(?P<only></tool_call>))"
-    r"|(?P<split></parameter>\s*)?(?P<line>^[ \t]*)?<parameter=(?P<key>[^<>\n]+)>|</parameter>",
-    re.MULTILINE,
+    r"|(?P<split></parameter>\s*)?(?P<line>^[ \t]*)?<parameter=(?P<key>[^<>\n]+)>|</parameter>"
 )
 _NEXT = re.compile(r"\s*(?:<tool_call>|<function=|\Z)")
 _MOST_REFERENCES = 4  # from one part of a schema to another
-_LONGEST_LITERAL = 100_000  # characters: Python's parser takes much memory
 _TEXT = {"string", "str", "text"}
 _KINDS: dict[type, str] = {
     bool: "boolean", int: "integer", float: "number", str: "string", list: "array",
@@ -46,17 +45,16 @@ _LITERALS = {"true": "true", "false": "false", "null": "null", "none": "null"}
 
 def read_function(begin: re.Match[str], schemas: Mapping[str, Any]) -> tuple[str, dict, int]:
     """Reads the name and arguments of a whole function, and where it ends; raises ValueError."""
-    text, name = begin.string, begin["name"].strip()
+    text, name, arguments = begin.string, begin["name"].strip(), {}
     tags, last = _tags_of(text, begin.end())
-    schema, arguments = schemas.get(name), {}
-    properties = _get(schema, "properties")
+    properties = _get(schema := schemas.get(name), "properties")
     given = {tag["key"].strip() for tag in tags if tag is tags[0] or tag["split"]}
     stop, has_end, may_begin = last.start(), last["value"], True
     for tag in reversed(tags):  # a value ends where the next one begins
         key = (tag["key"] or "").strip()
-        is_new = tag["line"] is not None and key not in given and key not in arguments
-        is_new = is_new and may_begin and (not properties or key in properties)
-        if key and (key in given if tag is tags[0] or tag["split"] else is_new):
+        is_new = may_begin and tag["line"] is not None and key not in given and key not in arguments
+        is_new = is_new and (not properties or _get(properties, key) is not None)
+        if key and (tag is tags[0] or tag["split"] or is_new):
             value = text[tag.end() : stop].removeprefix("\n").removesuffix("\n")
             arguments.setdefault(key, _typed(value, _kinds_of(_get(properties, key), schema)))
             stop, has_end, may_begin = tag.start(), tag["split"], True
@@ -78,11 +76,10 @@ def _tags_of(text: str, place: int) -> tuple[list[re.Match[str]], re.Match[str]]
         elif depth:
             depth -= num_ends > 1
         else:
-            rank = num_ends and num_ends + text.startswith("\n", tag.start() - 1)
+            rank = 2 * num_ends + text.startswith("\n", tag.start() - 1)
             if num_ends and not tags:
                 return [], tag
-            is_end = rank > 2 or (num_ends == 2 and _NEXT.match(text, tag.end()))
-            if is_end and rank >= most:
+            if rank >= most and (rank > 4 or (num_ends == 2 and _NEXT.match(text, tag.end()))):
                 most, count, last = rank, len(tags), tag
             if tag["key"] or tag[0].startswith("</parameter>"):
                 tags.append(tag)
@@ -109,7 +106,7 @@ def _literal(text: str) -> Any:
     try:
         return strict_json.loads(_LITERALS.get(text.lower(), text))
     except ValueError:
-        if text[:1] not in "[{(" or len(text) > _LONGEST_LITERAL:
+        if text[:1] not in "[{(" or len(text) > 100_000:  # Python's parser takes much memory
             raise
         return strict_json.loads(json.dumps(ast.literal_eval(text), allow_nan=False))
 
@@ -122,8 +119,7 @@ def _kinds_of(schema: Any, root: Any, depth: int = 0) -> set[str]:
     names = names if isinstance(names, list) else [names]
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     found = {name for name in names if isinstance(name, str)}
-    if not found and isinstance(values, list):
-        found = {_KINDS[type(value)] for value in values}
+    found = found or {_KINDS[type(one)] for one in (values if isinstance(values, list) else ())}
     shapes = {"items": "array", "properties": "object"}
     found = found or {shapes[key] for key in shapes if key in schema}
     parts = [schema.get(key) for key in ("anyOf", "oneOf", "allOf")]

@@ -47,7 +47,7 @@ class Spoken(NamedTuple):
 Parser = Callable[[str, Sequence[dict[str, Any]]], Spoken]
 """Takes what a model wrote, and the tools that it was shown."""
 _Read = Callable[[re.Match[str], Sequence[dict[str, Any]]], tuple[list[ToolCall], int]]
-"""Reads the calls behind the match of their beginning; also returns where they, or what is no call, end."""
+"""Reads the calls behind the match of a beginning, and where they, or what is no call, end."""
 
 
 def parser_of(template: ChatTemplate) -> Parser | None:
@@ -93,7 +93,7 @@ def _json_form(begin: str, end: str) -> Parser:
                 value = {"name": found["name"], "arguments": value, "id": groups.get("id")}
             if behind := ends.match(text, place):
                 return _calls(value), behind.end()
-        return [], _UNREADABLE.match(text, found.end()).end()
+        return [], next(_UNREADABLE.finditer(text, found.end())).end()
 
     return functools.partial(_cut_out, re.compile(begin), read)
 
@@ -112,26 +112,23 @@ def _parse_plain(text: str, tools: Sequence[dict[str, Any]]) -> Spoken:
     """JSON without end marks is a call only if it names a given tool and has arguments."""
     names = [tool["function"]["name"] for tool in tools]
     is_json = text.lstrip().startswith(("{", "["))
-    before, _, rest = ("", "", text) if is_json else text.partition("<|python_tag|>")
-    rest = rest.lstrip()
-    calls: list[ToolCall] = []
-    while rest:
+    before = "" if is_json else text.partition("<|python_tag|>")[0]
+    calls, end = [], len(before)
+    while (place := next(_BETWEEN.finditer(text, end)).end()) < len(text):
         try:
-            value, end = strict_json.load_at(rest, 0)
+            value, end = strict_json.load_at(text, place)
             calls += _calls(value, names)
         except ValueError:
             break
-        rest = rest[_BETWEEN.match(rest, end).end() :]
-    return Spoken((before + rest).strip(), calls) if calls else Spoken(text, [])
+    return Spoken((before + text[place:]).strip(), calls) if calls else Spoken(text, [])
 
 
-_FUNCTION = re.compile(rf"(?:<tool_call>\s*|^[ \t]*|(?<=</function>)\s*){FUNCTION}", re.MULTILINE)
+_FUNCTION = re.compile(rf"(?m)(?:<tool_call>\s*|^[ \t]*|(?<=</function>)\s*){FUNCTION}")
 _BETWEEN = re.compile(r"(?:[;\s]|<\|python_tag\|>)*")
 # What was meant as JSON, until a mark: those in its strings are quoted.
+_MARKS = "|".join(map(re.escape, CALL_MARKS))
 _UNREADABLE = re.compile(
-    r"""(?s:[^"'<\[]+|"(?:[^"\\]|\\.)*(?:"|\Z)|'(?:[^'\\]|\\.)*(?:'|\Z)|(?!%s).)*+""".replace(
-        "%s", "|".join(map(re.escape, CALL_MARKS))
-    )
+    rf"""(?s:[^"'<\[]+|"(?:[^"\\]|\\.)*(?:"|\Z)|'(?:[^'\\]|\\.)*(?:'|\Z)|(?!{_MARKS}).)*+"""
 )
 _CALL_ID = re.compile(r"[a-zA-Z0-9]{9}")
 
