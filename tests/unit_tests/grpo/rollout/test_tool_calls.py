@@ -40,6 +40,37 @@ def test_an_answer_that_is_cut_anywhere_has_whole_calls_or_none(form: str) -> No
 
 
 @pytest.mark.parametrize(
+    "quoted",
+    ["a </tool_call> b", "{call}", "Use\n{call}\n{call}\nso", "`{call}` </parameter> {call}"],
+)
+@pytest.mark.parametrize("form", tool_calls.PARSERS)
+def test_no_cut_of_a_call_that_quotes_calls_is_another_call(form: str, quoted: str) -> None:
+    called = next(one for one in TEXTS if one["form"] == form and len(one["calls"]) == 1)["text"]
+    value = quoted.format(call=called)
+    other = {"name": "write_file", "arguments": {"content": value, "path": "p"}}
+    written = {
+        "Qwen3-Coder": "<tool_call>\n<function=write_file>\n<parameter=content>\n"
+        f"{value}\n</parameter>\n<parameter=path>\np\n</parameter>\n</function>\n</tool_call>",
+        "Hermes": f"<tool_call>\n{json.dumps(other)}\n</tool_call>",
+        "Mistral": f"[TOOL_CALLS]write_file[ARGS]{json.dumps(other['arguments'])}",
+        "DeepSeek": "<｜tool▁call▁begin｜>write_file<｜tool▁sep｜>"
+        f"{json.dumps(other['arguments'])}<｜tool▁call▁end｜>",
+        "Llama 3": json.dumps(other),
+    }[form]
+    for end in range(len(written) + 1):
+        calls = tool_calls.PARSERS[form](written[:end], TOOLS).calls
+        assert all(json.loads(call.arguments) == other["arguments"] for call in calls)
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("value", ["[['x']," * 20_000, "-" * 60_000, "['x'," * 150 + "]" * 150])
+def test_a_literal_that_is_too_large_or_deep_stays_text(value: str) -> None:
+    text = f"<function=f>\n<parameter=oa>\n[{value}]\n</parameter>\n</function>\n</tool_call>"
+    (call,) = tool_calls.PARSERS["Qwen3-Coder"](text, TOOLS).calls
+    assert json.loads(call.arguments) == {"oa": f"[{value}]"}
+
+
+@pytest.mark.parametrize(
     ("ids", "kept"),
     [
         (["abc123XYZ", "abc123XYW"], ["abc123XYZ", "abc123XYW"]),

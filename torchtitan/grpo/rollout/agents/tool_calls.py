@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 from torchtitan.grpo import strict_json
-from torchtitan.grpo.rollout.agents.tagged_calls import BEHIND_CALL, read_function
+from torchtitan.grpo.rollout.agents.tagged_calls import FUNCTION, read_function
 from torchtitan.grpo.rollout.chat_template import ChatTemplate
 
 CALL_MARKS = (
@@ -47,7 +47,7 @@ class Spoken(NamedTuple):
 Parser = Callable[[str, Sequence[dict[str, Any]]], Spoken]
 """Takes what a model wrote, and the tools that it was shown."""
 _Read = Callable[[re.Match[str], Sequence[dict[str, Any]]], tuple[list[ToolCall], int]]
-"""Reads the calls behind the match of their beginning, and where they end; raises ValueError."""
+"""Reads the calls behind the match of a beginning, and where they, or what is no call, end."""
 
 
 def parser_of(template: ChatTemplate) -> Parser | None:
@@ -75,11 +75,9 @@ def _cut_out(
     calls: list[ToolCall] = []
     kept, place = [], 0
     while found := begin.search(text, place):
-        new, end = [], 0
-        with contextlib.suppress(ValueError):
-            new, end = read(found, tools)
-        kept.append(text[place : found.start() if new else found.end()])
-        calls, place = calls + new, end if new else found.end()
+        new, end = read(found, tools)
+        kept.append(text[place : found.start() if new else end])
+        calls, place = calls + new, end
     return Spoken("".join([*kept, text[place:]]).strip(), calls) if calls else Spoken(text, [])
 
 
@@ -88,13 +86,14 @@ def _json_form(begin: str, end: str) -> Parser:
     ends = re.compile(end)
 
     def read(found: re.Match[str], tools: object) -> tuple[list[ToolCall], int]:
-        value, place = strict_json.load_at(found.string, found.end())
-        groups = found.groupdict()
-        if groups.get("name"):
-            value = {"name": found["name"], "arguments": value, "id": groups.get("id")}
-        if (behind := ends.match(found.string, place)) is None:
-            raise ValueError("there is more behind a call")
-        return _calls(value), behind.end()
+        groups, text = found.groupdict(), found.string
+        with contextlib.suppress(ValueError):
+            value, place = strict_json.load_at(text, found.end())
+            if groups.get("name"):
+                value = {"name": found["name"], "arguments": value, "id": groups.get("id")}
+            if behind := ends.match(text, place):
+                return _calls(value), behind.end()
+        return [], next(_UNREADABLE.finditer(text, found.end())).end()
 
     return functools.partial(_cut_out, re.compile(begin), read)
 
@@ -103,32 +102,34 @@ def _read_functions(
     found: re.Match[str], tools: Sequence[dict[str, Any]]
 ) -> tuple[list[ToolCall], int]:
     schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}
-    calls, place = [], found.start(1)
     with contextlib.suppress(ValueError):
-        while True:
-            name, arguments, place = read_function(found.string, place, schemas)
-            calls.append(ToolCall(name, json.dumps(arguments, allow_nan=False)))
-    behind = BEHIND_CALL.match(found.string, place)
-    return calls, behind.end() if behind else place
+        name, arguments, end = read_function(found, schemas)
+        return [ToolCall(name, json.dumps(arguments, allow_nan=False))], end
+    return [], len(found.string)  # what a call without an end quotes is no call
 
 
 def _parse_plain(text: str, tools: Sequence[dict[str, Any]]) -> Spoken:
     """JSON without end marks is a call only if it names a given tool and has arguments."""
     names = [tool["function"]["name"] for tool in tools]
-    before, mark, rest = text.partition("<|python_tag|>")
-    before, rest = (before, rest.lstrip()) if mark else ("", text.lstrip())
-    calls: list[ToolCall] = []
-    while rest:
+    is_json = text.lstrip().startswith(("{", "["))
+    before = "" if is_json else text.partition("<|python_tag|>")[0]
+    calls, end = [], len(before)
+    while (place := next(_BETWEEN.finditer(text, end)).end()) < len(text):
         try:
-            value, end = strict_json.load_at(rest, 0)
+            value, end = strict_json.load_at(text, place)
             calls += _calls(value, names)
         except ValueError:
             break
-        rest = rest[end:].lstrip("; \t\r\n")
-    return Spoken((before + rest).strip(), calls) if calls else Spoken(text, [])
+    return Spoken((before + text[place:]).strip(), calls) if calls else Spoken(text, [])
 
 
-_FUNCTION = re.compile(r"(?:<tool_call>\s*|^[ \t]*)(<function=)", re.MULTILINE)
+_FUNCTION = re.compile(rf"(?m)(?:<tool_call>\s*|^[ \t]*|(?<=</function>)\s*){FUNCTION}")
+_BETWEEN = re.compile(r"(?:[;\s]|<\|python_tag\|>)*")
+# What was meant as JSON, until a mark: those in its strings are quoted.
+_MARKS = "|".join(map(re.escape, CALL_MARKS))
+_UNREADABLE = re.compile(
+    rf"""(?s:[^"'<\[]+|"(?:[^"\\]|\\.)*(?:"|\Z)|'(?:[^'\\]|\\.)*(?:'|\Z)|(?!{_MARKS}).)*+"""
+)
 _CALL_ID = re.compile(r"[a-zA-Z0-9]{9}")
 
 # Tried in this order on a call that the template has rendered.
@@ -136,7 +137,7 @@ PARSERS: dict[str, Parser] = {
     # <tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>
     "Qwen3-Coder": functools.partial(_cut_out, _FUNCTION, _read_functions),
     # <tool_call>{"name": ..., "arguments": {...}}</tool_call>, which Qwen 2.5 and 3 write as well
-    "Hermes": _json_form(r"<tool_call>\s*(?=\{|\[\s*\{)", BEHIND_CALL.pattern),
+    "Hermes": _json_form(r"<tool_call>\s*(?=\{|\[\s*\{)", r"\s*(?:</tool_call>|(?:</?[a-z_]*)?\Z)"),
     # [TOOL_CALLS] before a list of calls, or before each as NAME[CALL_ID]ID[ARGS]{...}
     "Mistral": _json_form(
         r"\[TOOL_CALLS\]\s*(?:(?P<name>[^\s\[\]{}]+)\s*(?:\[CALL_ID\]\s*(?P<id>\w+)\s*)?"
@@ -147,8 +148,9 @@ PARSERS: dict[str, Parser] = {
     # <｜tool▁sep｜>NAME, and the arguments as a block of code.
     "DeepSeek": _json_form(
         r"(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?"
-        r"(?P<name>[^\s<]+)(?:\n```json|<｜tool▁sep｜>)\s*",
-        r"(?:\s*(?:```\s*)?<｜tool▁call▁end｜>(?:\s*<｜tool▁calls▁end｜>)?)?",
+        r"(?P<name>[^\s<]+)(?:\n```json|<｜tool▁sep｜>)\s*(?=\{|null)",
+        r"\s*`{0,3}\s*(?:<｜tool▁call▁end｜>(?:\s*<｜tool▁calls▁end｜>)?|<｜tool▁calls▁end｜>"
+        r"|(?=<｜tool▁call▁begin｜>)|(?:<[^<>]*)?\Z)",
     ),
     # A message that begins with {"name": ..., "parameters": {...}}
     "Llama 3": _parse_plain,
