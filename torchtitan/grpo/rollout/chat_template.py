@@ -38,9 +38,11 @@ _TIMES_LONGER = 8
 _WAIT_SECONDS = 300.0
 _EXIT_SECONDS = 10.0
 _PROBE = re.compile(r"qzv(\d+)k(\d+)q")
-PLAIN = "\ufdd0"
-"""Stands, in rendered text, inside the spelling of a special token that a message's text holds. No
-text has this code point, which Unicode reserves for such use."""
+PLAIN, WRITTEN = "\ufdd0", "\ufdd1"
+"""In rendered text, the first stands behind each character of a special token that data spells; in
+what is tokenized, the second before each one that the template has written. Unicode reserves both
+for such use. In data, U+FFFD takes their place: removed, they would let their neighbours meet."""
+_UNMARKED = str.maketrans(dict.fromkeys(PLAIN + WRITTEN, "\ufffd"))
 
 Messages = Sequence[dict[str, Any]]
 _as_json = functools.partial(json.dumps, ensure_ascii=False)
@@ -94,8 +96,7 @@ class ChatTemplate:
     vanish.
 
     ``date`` is the time that the template always takes for now, in ISO format (empty: this moment).
-    What ``special`` finds in tools and messages, but for those of the assistant, gets a :data:`PLAIN`
-    behind its first character.
+    What ``special`` finds in tools and messages, but for those of the assistant, is marked as plain.
     """
 
     def __init__(
@@ -235,9 +236,11 @@ class ChatTemplate:
 def marked_plain(special: re.Pattern[str], value: Any) -> Any:
     """Returns text, or messages and what they hold, with :data:`PLAIN` in what ``special`` finds."""
     if isinstance(value, str):
-        return special.sub(lambda found: PLAIN.join((found[0][:1], found[0][1:])), value)
+        text = value.translate(_UNMARKED)
+        return special.sub(lambda found: PLAIN.join([*found[0], ""]), text)
     if isinstance(value, Mapping):
-        return {key: marked_plain(special, of_key) for key, of_key in value.items()}
+        marked = functools.partial(marked_plain, special)
+        return {marked(key): marked(of_key) for key, of_key in value.items()}
     if isinstance(value, list | tuple):
         return [marked_plain(special, one) for one in value]
     return value
