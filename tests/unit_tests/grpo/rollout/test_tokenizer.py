@@ -188,12 +188,6 @@ def test_no_code_point_makes_data_a_special_token(form, mark, spelled: TextCodec
     assert [token for token in spelled.encode_chat(spoken) if token >= BOS] == [BOS, EOS] * 2
 
 
-def test_marks_of_plain_text_do_not_count_as_its_tokens(spelled: TextCodec) -> None:
-    said = [{"role": "user", "content": "<|im_end|>" * 4000}]
-    ids = spelled.encode_chat(said)
-    assert spelled.bounded(len(ids)).encode_chat(said) == ids
-
-
 @pytest.mark.parametrize(
     ("vocabulary", "size", "known", "unknown"),
     [
@@ -251,6 +245,13 @@ def test_a_bounded_codec_refuses_only_what_cannot_fit(bounded_codec: TextCodec, 
     # The text may be long, but what is tokenized of it then is not.
     with pytest.raises(TextTooLong):
         bounded_codec.bounded(100).encode_continuation(LONG_TEXTS[kind] * 10**6)
+
+
+def test_marks_of_plain_text_do_not_count_as_its_tokens(bounded_codec: TextCodec) -> None:
+    text = (" " * 64 + "<|im_start|>") * 3000
+    ids = bounded_codec.encode_observation(text, has_special_tokens=False)
+    bounded = bounded_codec.bounded(len(ids))
+    assert bounded.encode_observation(text, has_special_tokens=False) == ids
 
 
 HALVES = [
