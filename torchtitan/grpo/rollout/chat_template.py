@@ -46,8 +46,11 @@ _UNMARKED = str.maketrans(dict.fromkeys(PLAIN + WRITTEN, "\ufffd"))
 
 Messages = Sequence[dict[str, Any]]
 _as_json = functools.partial(json.dumps, ensure_ascii=False)
-_TEXTS = (None, "text", "input_text", "output_text")
-_MEDIA = re.compile(r"(input_)?(image|audio|video)s?(_url|_path)?")
+_TEXTS = (None, "text", "input_text", "output_text", "refusal")
+_MEDIA = re.compile(
+    r"(input_)?(image|audio|video)s?(_(url|path|file|byte|data|\d+)s?)?|pixel_values(_videos)?|"
+    "multi_?modal_(data|inputs)"
+)
 
 
 def text_of(message: Mapping[str, Any]) -> Any:
@@ -57,12 +60,14 @@ def text_of(message: Mapping[str, Any]) -> Any:
     content = message.get("content")
     if not isinstance(content, list):
         return content
-    parts = [{"text": part} if isinstance(part, str) else part for part in content]
-    for part in parts:
+    texts = []
+    for part in [{"text": part} if isinstance(part, str) else part for part in content]:
         kind = (media_in(part) or part.get("type")) if isinstance(part, dict) else type(part)
-        if kind not in _TEXTS or not isinstance(part.get("text"), str):
+        text = part.get("text", part.get("refusal")) if kind in _TEXTS else None
+        if not isinstance(text, str):
             raise ValueError(f"a part of type {kind!r}, {part!r:.80}")
-    return "".join(part["text"] for part in parts)
+        texts.append(text)
+    return "".join(texts)
 
 
 def media_in(values: Mapping[str, Any]) -> str | None:

@@ -14,17 +14,28 @@ from msgspec import Meta
 from torchtitan.grpo import strict_json
 from torchtitan.grpo.rollout.agents.tool_calls import ToolCall
 from torchtitan.grpo.rollout.agents.transcript import Message
+from torchtitan.grpo.rollout.chat_template import text_of
 
-_MOST_CHOICES = 64
+_MOST_CHOICES, _MOST_TOLD = 64, 32
 SAMPLING = ("temperature", "top_p", "top_k", "seed")
 """Parameters of requests by which ``agent.allow_sampling`` replaces the run's."""
 _DEFAULTS: dict[str, Any] = {
     "min_p": 0, "frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1,
     "logit_bias": {}, "response_format": {"type": "text"}, "min_tokens": 0,
     "parallel_tool_calls": True, "structured_outputs": {}, "text.format": {"type": "text"},
-    "tool_choice": "auto",
+    "tool_choice": "auto", "best_of": 1, "length_penalty": 1, "add_generation_prompt": True,
+    "skip_special_tokens": True, "spaces_between_special_tokens": True, "truncation": "disabled",
+    "modalities": ["text"], "include_reasoning": True, "separate_reasoning": True,
 }  # fmt: skip
-"""Parameters that are not supported, with the value that means nothing."""
+"""Parameters that are not supported, with the value that means nothing, if that is not empty."""
+_HARMLESS = {
+    "background", "cache_salt", "continue_final_message", "detokenize", "echo", "include", "input",
+    "instructions", "logprobs", "messages", "metadata", "model", "output_kind",
+    "previous_response_id", "priority", "prompt", "prompt_cache_key", "prompt_cache_retention",
+    "prompt_logprobs", "request_id", "safety_identifier", "service_tier", "store", "suffix", "text",
+    "token_ids", "tools", "top_logprobs", "user",
+}  # fmt: skip
+"""Parameters that a route reads, or that do not change what is sampled."""
 
 
 class BadRequest(ValueError):
@@ -141,7 +152,9 @@ def shared_settings(body: Mapping[str, Any]) -> dict[str, Any]:
         read = msgspec.convert(body, _Settings)
     except msgspec.ValidationError as error:
         param = str(error).partition("`$.")[2].rstrip("`")
-        raise BadRequest(f"The request cannot be used: {error}.", param=param) from error
+        got = body.get(param.partition("[")[0])
+        message = f"The request cannot be used: {error}, which is {got!r:.100}."
+        raise BadRequest(message, param=param) from error
     sampling = {name: getattr(read, name) for name in SAMPLING}
     if read.top_k == 0:  # off, as on vLLM
         sampling["top_k"] = -1
@@ -161,10 +174,15 @@ def shared_settings(body: Mapping[str, Any]) -> dict[str, Any]:
 def _ignored_in(body: Mapping[str, Any]) -> tuple[str, ...]:
     text, asked = body.get("text"), dict(body)
     if isinstance(text, dict):  # of the route of responses
-        asked["text.format"] = text.get("format")
+        asked |= {f"text.{name}": value for name, value in text.items()}
     if asked.get("tool_choice") == "none":  # which is not ignored
         del asked["tool_choice"]
-    return tuple(name for name, off in _DEFAULTS.items() if asked.get(name, off) not in (off, None))
+    ignored = [
+        name
+        for name in asked.keys() - _HARMLESS.union(_Settings.__struct_fields__)
+        if asked[name] not in (_DEFAULTS.get(name), None) and (asked[name] or name in _DEFAULTS)
+    ]
+    return tuple(sorted(ignored)[:_MOST_TOLD])
 
 
 def _list_in(body: Mapping[str, Any], name: str) -> list[Any]:
@@ -185,30 +203,28 @@ def _read_message(message: Any, param: str) -> Message:
     if not (isinstance(message, dict) and isinstance(message.get("role"), str)):
         raise BadRequest(f"{param} must be an object with a role.", param=param)
     role = {"developer": "system", "function": "tool"}.get(message["role"], message["role"])
-    read: Message = {"role": role, "content": read_text(message.get("content"), param)}
+    read: Message = {"role": role, "content": read_text(message, param)}
     read |= {
         name: message[name]
         for name in ("name", "tool_call_id", "reasoning_content")
         if isinstance(message.get(name), str)
     }
-    if calls := _list_in(message, "tool_calls"):
+    called = message.get("function_call")  # as clients wrote one before there were tools
+    if calls := _list_in(message, "tool_calls") or ([{"function": called}] if called else []):
         read["tool_calls"] = [_read_call(call, param) for call in calls]
     return read
 
 
-def read_text(content: Any, param: str) -> str:
-    """Joins the parts of a content, which must all be text."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    parts = content if isinstance(content, list) else [content]
-    found = [part.get("text", part.get("refusal")) for part in parts if isinstance(part, dict)]
-    texts = [text for text in found if isinstance(text, str)]
-    if len(texts) != len(parts):
-        raise BadRequest(
-            f"{param}.content must be text, got {content!r:.100}. The model reads only text.",
-            param=param,
-        )
-    return "".join(texts)
+def read_text(message: Mapping[str, Any], param: str) -> str:
+    """Joins the parts of a message's content, which must all be text."""
+    content = message.get("content")
+    try:
+        text = text_of({**message, "content": [content] if isinstance(content, dict) else content})
+    except ValueError as error:
+        raise BadRequest(f"{param} has {error}. The model reads only text.", param=param) from error
+    if not isinstance(text, str | None):
+        raise BadRequest(f"{param}.content must be text, got {content!r:.100}.", param=param)
+    return text or ""
 
 
 def _read_call(call: Any, param: str) -> dict[str, Any]:
