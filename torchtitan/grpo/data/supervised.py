@@ -82,6 +82,12 @@ class ExampleSet(PromptSet):
             begin = len(messages)
             while begin and _ends_with_assistant(messages[:begin]):
                 begin -= 1
+            if columns.get(completion_column):
+                raise ValueError(
+                    f"the conversation in {column!r} (sft.column) ends with the assistant, and there is a "
+                    f"completion in {completion_column!r} as well (sft.completion_column). Set either "
+                    "to another name."
+                )
             columns[column], columns[completion_column] = messages[:begin], messages[begin:]
             if not begin:
                 raise ValueError(
@@ -111,7 +117,8 @@ class ExampleSet(PromptSet):
             self.left_out.update(turns.left_out)
             if True not in turns.is_learned:
                 raise ValueError(
-                    "the chat template prints nothing of the assistant. Remove the row."
+                    "nothing of the assistant is learned: the chat template prints nothing of it, or "
+                    "its weight is 0. Remove the row."
                 )
             begin = turns.is_learned.index(True)
             prompt_ids, ids = np.array(turns.token_ids[:begin], np.int32), turns.token_ids[begin:]

@@ -79,7 +79,7 @@ def tools_of(columns: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Returns the functions in a row's column ``tools``, which may be JSON. Raises ValueError."""
     tools = columns.get("tools") or []
     with contextlib.suppress(ValueError, RecursionError):
-        tools = json.loads(tools) if isinstance(tools, str) else tools
+        tools = json.loads(tools) or [] if isinstance(tools, str) else tools
     if isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools):
         return tools
     raise ValueError(

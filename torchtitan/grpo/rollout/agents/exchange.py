@@ -175,8 +175,10 @@ def _ignored_in(body: Mapping[str, Any]) -> tuple[str, ...]:
     text, asked = body.get("text"), dict(body)
     if isinstance(text, dict):  # of the route of responses
         asked |= {f"text.{name}": value for name, value in text.items()}
-    if asked.get("tool_choice") == "none":  # which is not ignored
-        del asked["tool_choice"]
+    # What is not ignored:
+    no_calls, continues = body.get("tool_choice") == "none", body.get("continue_final_message")
+    asked |= {"tool_choice": None} if no_calls else {}
+    asked |= {"add_generation_prompt": None} if continues else {}
     ignored = [
         name
         for name in asked.keys() - _HARMLESS.union(_Settings.__struct_fields__)
