@@ -84,9 +84,8 @@ class ExampleSet(PromptSet):
                 begin -= 1
             if columns.get(completion_column):
                 raise ValueError(
-                    f"the conversation in {column!r} (sft.column) ends with the assistant, and there is a "
-                    f"completion in {completion_column!r} as well (sft.completion_column). Set either "
-                    "to another name."
+                    f"{column!r} ends with the assistant, but the row has {completion_column!r} as well. "
+                    "Set sft.completion_column to a name that no column has, if it is not learned."
                 )
             columns[column], columns[completion_column] = messages[:begin], messages[begin:]
             if not begin:
@@ -117,8 +116,7 @@ class ExampleSet(PromptSet):
             self.left_out.update(turns.left_out)
             if True not in turns.is_learned:
                 raise ValueError(
-                    "nothing of the assistant is learned: the chat template prints nothing of it, or "
-                    "its weight is 0. Remove the row."
+                    "nothing is learned: the template prints nothing of the assistant, or its weight is 0."
                 )
             begin = turns.is_learned.index(True)
             prompt_ids, ids = np.array(turns.token_ids[:begin], np.int32), turns.token_ids[begin:]

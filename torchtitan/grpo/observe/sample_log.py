@@ -129,9 +129,8 @@ def _group_text(records: Sequence[Mapping[str, Any]]) -> str:
     where = f" ({row})" if (row := first.get("row")) else ""
     lines = [f"step {first['step']}, prompt {first['group_id']}{where}:"]
     lines += [f"  column {name}: {value!r}" for name, value in first["columns"].items()]
-    # An agent may begin a completion with a context of its own.
-    shown = [[t for t in record["context"] if t["role"] == "prompt"] for record in records]
-    lines += _turn_lines(max(shown, key=bool))
+    shown = ([turn for turn in r["context"] if turn["role"] == "prompt"] for r in records)
+    lines += _turn_lines(next(filter(None, shown), []))  # not all need begin with it
     for number, record in enumerate(records, 1):
         components = ", ".join(f"{k} {v:.4g}" for k, v in record["reward_components"].items())
         advantage = record["advantage"]

@@ -47,10 +47,7 @@ _UNMARKED = str.maketrans(dict.fromkeys(PLAIN + WRITTEN, "\ufffd"))
 Messages = Sequence[dict[str, Any]]
 _as_json = functools.partial(json.dumps, ensure_ascii=False)
 _TEXTS = (None, "text", "input_text", "output_text", "refusal")
-_MEDIA = re.compile(
-    r"(input_)?(image|audio|video)s?(_(url|path|file|byte|data|\d+)s?)?|pixel_values(_videos)?|"
-    "multi_?modal_(data|inputs)"
-)
+_MEDIA = re.compile(r"(input_)?(image|audio|video)s?(_(url|path|file|byte|\d+)s?)?|pixel_values")
 
 
 def text_of(message: Mapping[str, Any]) -> Any:
@@ -244,8 +241,7 @@ def marked_plain(special: re.Pattern[str], value: Any) -> Any:
         text = value.translate(_UNMARKED)
         return special.sub(lambda found: PLAIN.join([*found[0], ""]), text)
     if isinstance(value, Mapping):
-        marked = functools.partial(marked_plain, special)
-        return {marked(key): marked(of_key) for key, of_key in value.items()}
+        return {marked_plain(special, k): marked_plain(special, v) for k, v in value.items()}
     if isinstance(value, list | tuple):
         return [marked_plain(special, one) for one in value]
     return value

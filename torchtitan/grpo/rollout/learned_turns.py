@@ -20,7 +20,7 @@ from torchtitan.grpo.rollout.tokenizer import TextCodec
 
 Messages = Sequence[dict[str, Any]]
 _EDGE = re.compile(r"qzv(\d+[be])q")
-_SWITCHES = ("weight", "train", "training")
+_SWITCHES = ("weight", "train", "training")  # with which users of other trainers exclude messages
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 
 
@@ -110,10 +110,7 @@ def _num_shared(text: str, other: str) -> int:
 
 
 def _runs(messages: Messages, first: int) -> Iterator[tuple[int, int]]:
-    """Yields begin and end of the assistant's messages that follow each other and another one.
-
-    As users write for other trainers, those with a ``weight`` of 0 or ``train = false`` are none.
-    """
+    """Yields begin and end of the assistant's messages that follow each other and another one."""
     for role, run in groupby(range(len(messages)), lambda i: messages[i]["role"]):
         numbers = [number for number in run if number >= max(first, 1)]
         are_on = all(messages[i].get(key, 1) for i in numbers for key in _SWITCHES)

@@ -171,18 +171,16 @@ class TextCodec:
         """Reads special tokens behind a mark alone, with the id of each by that in this tokenizer."""
         apart = Tokenizer.from_str(self._tokenizer.to_str())
         apart.encode_special_tokens = True
-        added = self._tokenizer.get_added_tokens_decoder()
-        found = {i: one for i, one in added.items() if self.special.fullmatch(one.content)}
-        marked = {
-            token: AddedToken(
-                WRITTEN + one.content, lstrip=one.lstrip, rstrip=one.rstrip, normalized=False
-            )
-            for token, one in found.items()
-        }
+        found, marked = {}, []
+        for token, one in self._tokenizer.get_added_tokens_decoder().items():
+            if self.special.fullmatch(one.content):
+                text, strips = WRITTEN + one.content, {"lstrip": one.lstrip, "rstrip": one.rstrip}
+                marked.append(AddedToken(text, normalized=False, **strips))
+                found[token] = one.content
         # All at once, because each call builds the tokenizer's search anew.
-        apart.add_special_tokens([one.content for one in found.values()])
-        apart.add_tokens([*marked.values()])
-        known = {apart.token_to_id(one.content): token for token, one in marked.items()}
+        apart.add_special_tokens([*found.values()])
+        apart.add_tokens(marked)
+        known = {apart.token_to_id(WRITTEN + text): token for token, text in found.items()}
         return apart, known
 
     def _check_length(self, text: str) -> None:

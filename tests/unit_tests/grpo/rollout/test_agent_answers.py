@@ -147,6 +147,27 @@ async def test_thinking_that_was_cut_goes_on(repository: Path, tmp_path: Path, o
 
 
 @pytest.mark.parametrize(
+    ("begun", "content", "thinking"),
+    [("", "3</think>4", None), ("7", "3</think>4", None), ("<think>7", "4", "3")],
+)
+async def test_a_turn_whose_thinking_the_template_has_ended_goes_on(
+    repository: Path, tmp_path: Path, begun: str, content: str, thinking: str | None
+) -> None:
+    ended = TEMPLATE.replace("{{ m.role[0] }}:", "{{ m.role[0] }}:{{ off if m.role[0] == 'a' }}")
+    template = "{% set off = '' if '<think>' in messages[-1].content else '" + OFF + "' %}" + ended
+    assert ended != TEMPLATE
+
+    async def program(client: Any, row: Any, access: Any) -> None:
+        messages = [USER, {"role": "assistant", "content": begun}]
+        body = {"continue_final_message": True}
+        found = (await say(client, messages, extra_body=body)).choices[0].message
+        assert found.content == content
+        assert getattr(found, "reasoning_content", None) == thinking
+
+    await play(make_model(repository, tmp_path, template), program, ["3</think>4<eos>"])
+
+
+@pytest.mark.parametrize(
     ("wrote", "resent"),
     [
         ("1.0", "1"),
@@ -268,7 +289,7 @@ TOLD = {
     "penalty": ({"frequency_penalty": 1}, "asks for 'frequency_penalty'"),
     "thinking": (
         {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}},
-        "'chat_template_kwargs'. That is ignored: the policy answers as [rollout] and prompts.chat_te",
+        "'chat_template_kwargs'. That is ignored: the policy answers as [rollout] and [prompts] say",
     ),
     "effort": ({"reasoning_effort": "high"}, "'reasoning_effort'"),
     "guided": ({"extra_body": {"guided_json": {"type": "object"}}}, "'guided_json'"),

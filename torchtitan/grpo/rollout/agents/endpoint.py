@@ -34,9 +34,8 @@ _WRITE_SECONDS = 60.0
 _KEEPALIVE_SECONDS = 75.0
 _MOST_TOLD = 32  # kinds of requests that are not answered as they ask
 _IGNORED = (
-    "That is ignored: the policy answers as [rollout] and prompts.chat_template_kwargs say, in free "
-    "text, and calls tools as it likes. Ask for a form or a call in a message, and let the program "
-    "check the answer."
+    "That is ignored: the policy answers as [rollout] and [prompts] say, in free text, and calls "
+    "tools as it likes. Ask for forms and calls in a message, and let the program check the answer."
 )
 
 _IDS = SimpleNamespace(read=text_route.read_ids_body, write=text_route.write_ids)

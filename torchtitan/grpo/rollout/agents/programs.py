@@ -159,8 +159,7 @@ class Commands:
         raise EnvironmentFailed(
             "much output",
             f"{self._key} {self._command} was ended: it may print at most {_MOST_PRINTED >> 20} MiB to "
-            f"standard output, which is kept for its reward, and has printed {size >> 20} MiB. Let it "
-            "print less, or to standard error.",
+            f"standard output, and has printed {size >> 20}. Let it print less, or to standard error.",
         )
 
     def _reward(self, printed: bytes) -> Any:

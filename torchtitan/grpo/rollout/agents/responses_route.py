@@ -22,11 +22,9 @@ from torchtitan.grpo.rollout.agents.transcript import Message
 
 def read(body: Mapping[str, Any], earlier: list[Message]) -> Asked:
     """``earlier`` is the conversation of ``previous_response_id``, without its instructions."""
-    system: list[Message] = []
-    if instructions := body.get("instructions"):
-        system = [
-            {"role": "system", "content": read_text({"content": instructions}, "instructions")}
-        ]
+    given = body.get("instructions")
+    text = read_text({"content": given}, "instructions")
+    system: list[Message] = [{"role": "system", "content": text}] if given else []
     asked = Asked(
         messages=[*system, *earlier, *read_items(body.get("input"))],
         tools=read_tools(body),

@@ -22,10 +22,6 @@ SET_COLUMN = "prompt_set"
 _MAX_CACHED_PROMPTS = 100_000
 _SYSTEM_ROLES = ("system", "developer")
 _VISIBLE = re.compile(r"[^\s\0\u200b-\u200f\u2060\ufeff]")
-_MEDIA_FILE = re.compile(
-    r"(?i)^(data|https?|s3|gs|file):|\.(png|jpe?g|gif|webp|bmp|tiff?|mp[34]|webm|mov|avi|mkv|wav|flac|ogg|m4a)$"
-)
-_MEDIA_PLACE = re.compile(r"<(\|)?(image|audio|video)")
 
 PromptText = str | list[dict[str, str]]
 """A prompt as its author wrote it: text, or chat messages."""
@@ -277,7 +273,8 @@ def prompt_text(columns: dict[str, Any], settings: Prompts) -> PromptText:
     """Returns a row's prompt. A ValueError says why it is none, without the row's location."""
     column = settings.column
     value = columns[column]
-    if media := media_in({k: v for k, v in columns.items() if not _describes(v, value)}):
+    # A number may describe the row.
+    if media := media_in({k: v for k, v in columns.items() if not isinstance(v, int | float)}):
         raise ValueError(
             f"column {media!r} may belong to the prompt, and the model reads text alone. Rename it "
             "(prompts.rename) if it does not, or remove the row."
@@ -322,13 +319,6 @@ def prompt_text(columns: dict[str, Any], settings: Prompts) -> PromptText:
             f"{messages[0]['content']!r:.80}. Remove prompts.system_prompt, or the message."
         )
     return [{"role": "system", "content": system_prompt}, *messages]
-
-
-def _describes(value: Any, prompt: Any) -> bool:
-    """Whether what a column holds can describe the row, and is no image, audio or video of it."""
-    if isinstance(value, str):
-        return not (_MEDIA_FILE.search(value) or _MEDIA_PLACE.search(str(prompt)))
-    return isinstance(value, int | float)
 
 
 def _filled_in(value: str, columns: dict[str, Any], settings: Prompts) -> str:

@@ -159,7 +159,7 @@ TOOLS = [{"type": "function", "function": {"name": "cab"}}]
         ({"prompt": [{"role": "user", "content": [{"type": "text", "text": "b"}, "c"]}]}, "bc:"),
         ({"prompt": CHAT, "tools": "null"}, "a:"),
         ({"prompt": CHAT, "tools": "[]"}, "a:"),
-        ({"prompt": CHAT, "image": "python:3.11"}, "a:"),
+        ({"prompt": CHAT, "image_name": "python:3.11", "video_id": "b"}, "a:"),
         ({"prompt": "a", "image": 7, "video": None, "audio": []}, "a"),
     ],
 )
