@@ -147,15 +147,26 @@ async def test_thinking_that_was_cut_goes_on(repository: Path, tmp_path: Path, o
 
 
 @pytest.mark.parametrize(
-    ("begun", "content", "thinking"),
-    [("", "3</think>4", None), ("7", "3</think>4", None), ("<think>7", "4", "3")],
+    ("shown", "begun", "wrote", "content", "thinking"),
+    [
+        (OFF, "", "<think>3</think>4", "<think>3</think>4", None),
+        (OFF, "7", "<think>3</think>4", "<think>3</think>4", None),
+        ("", "", "<think>3</think>4", "4", "3"),
+        ("", "<think>7", "3</think>4", "4", "3"),
+        (OPENS, "", "3</think>4", "4", "3"),
+        (OPENS, "7", "3</think>4", "4", "3"),
+    ],
 )
-async def test_a_turn_whose_thinking_the_template_has_ended_goes_on(
-    repository: Path, tmp_path: Path, begun: str, content: str, thinking: str | None
+async def test_a_begun_turn_goes_on_in_the_state_that_is_shown(
+    repository: Path,
+    tmp_path: Path,
+    shown: str,
+    begun: str,
+    wrote: str,
+    content: str,
+    thinking: Any,
 ) -> None:
-    ended = TEMPLATE.replace("{{ m.role[0] }}:", "{{ m.role[0] }}:{{ off if m.role[0] == 'a' }}")
-    template = "{% set off = '' if '<think>' in messages[-1].content else '" + OFF + "' %}" + ended
-    assert ended != TEMPLATE
+    template = TEMPLATE.replace("{{ m.content.split", shown + "{{ m.content.split")
 
     async def program(client: Any, row: Any, access: Any) -> None:
         messages = [USER, {"role": "assistant", "content": begun}]
@@ -164,7 +175,7 @@ async def test_a_turn_whose_thinking_the_template_has_ended_goes_on(
         assert found.content == content
         assert getattr(found, "reasoning_content", None) == thinking
 
-    await play(make_model(repository, tmp_path, template), program, ["3</think>4<eos>"])
+    await play(make_model(repository, tmp_path, template), program, [f"{wrote}<eos>"])
 
 
 @pytest.mark.parametrize(
