@@ -167,7 +167,7 @@ class TextCodec:
         return marked.replace(PLAIN, "")
 
     @functools.cached_property
-    def _apart(self) -> tuple[Tokenizer, dict[int, int]]:
+    def _apart(self) -> tuple[Tokenizer, dict[int | None, int]]:
         """Reads special tokens behind a mark alone, with the id of each by that in this tokenizer."""
         apart = Tokenizer.from_str(self._tokenizer.to_str())
         apart.encode_special_tokens = True
