@@ -83,6 +83,11 @@ class ExampleSet(PromptSet):
             begin = len(messages)
             while begin and _ends_with_assistant(messages[:begin]):
                 begin -= 1
+            if columns.get(completion_column):
+                raise ValueError(
+                    f"{column!r} ends with the assistant, but the row has {completion_column!r} as well. "
+                    "Set sft.completion_column to a name that no column has, if it is not learned."
+                )
             columns[column], columns[completion_column] = messages[:begin], messages[begin:]
             if not begin:
                 raise ValueError(
@@ -112,7 +117,7 @@ class ExampleSet(PromptSet):
             self.left_out.update(turns.left_out)
             if True not in turns.is_learned:
                 raise ValueError(
-                    "the chat template prints nothing of the assistant. Remove the row."
+                    "nothing is learned: the template prints nothing of the assistant, or its weight is 0."
                 )
             begin = turns.is_learned.index(True)
             prompt_ids, ids = np.array(turns.token_ids[:begin], np.int32), turns.token_ids[begin:]

@@ -131,7 +131,8 @@ def _group_text(records: Sequence[Mapping[str, Any]]) -> str:
     where = f" ({row})" if (row := first.get("row")) else ""
     lines = [f"step {first['step']}, prompt {first['group_id']}{where}:"]
     lines += [f"  column {name}: {value!r}" for name, value in first["columns"].items()]
-    lines += _turn_lines(turn for turn in first["context"] if turn["role"] == "prompt")
+    shown = ([turn for turn in r["context"] if turn["role"] == "prompt"] for r in records)
+    lines += _turn_lines(next(filter(None, shown), []))  # not all need begin with it
     for number, record in enumerate(records, 1):
         components = ", ".join(f"{k} {v:.4g}" for k, v in record["reward_components"].items())
         advantage = record["advantage"]

@@ -38,14 +38,16 @@ _TIMES_LONGER = 8
 _WAIT_SECONDS = 300.0
 _EXIT_SECONDS = 10.0
 _PROBE = re.compile(r"qzv(\d+)k(\d+)q")
-PLAIN = "\ufdd0"
-"""Stands, in rendered text, inside the spelling of a special token that a message's text holds. No
-text has this code point, which Unicode reserves for such use."""
+PLAIN, WRITTEN = "\ufdd0", "\ufdd1"
+"""In rendered text, the first stands behind each character of a special token that data spells; in
+what is tokenized, the second before each one that the template has written. Unicode reserves both
+for such use. In data, U+FFFD takes their place: removed, they would let their neighbours meet."""
+_UNMARKED = str.maketrans(dict.fromkeys(PLAIN + WRITTEN, "\ufffd"))
 
 Messages = Sequence[dict[str, Any]]
 _as_json = functools.partial(json.dumps, ensure_ascii=False)
-_TEXTS = (None, "text", "input_text", "output_text")
-_MEDIA = re.compile(r"(input_)?(image|audio|video)s?(_url|_path)?")
+_TEXTS = (None, "text", "input_text", "output_text", "refusal")
+_MEDIA = re.compile(r"(input_)?(image|audio|video)s?(_(url|path|file|byte|\d+)s?)?|pixel_values")
 
 
 def text_of(message: Mapping[str, Any]) -> Any:
@@ -55,12 +57,14 @@ def text_of(message: Mapping[str, Any]) -> Any:
     content = message.get("content")
     if not isinstance(content, list):
         return content
-    parts = [{"text": part} if isinstance(part, str) else part for part in content]
-    for part in parts:
+    texts = []
+    for part in [{"text": part} if isinstance(part, str) else part for part in content]:
         kind = (media_in(part) or part.get("type")) if isinstance(part, dict) else type(part)
-        if kind not in _TEXTS or not isinstance(part.get("text"), str):
+        text = part.get("text", part.get("refusal")) if kind in _TEXTS else None
+        if not isinstance(text, str):
             raise ValueError(f"a part of type {kind!r}, {part!r:.80}")
-    return "".join(part["text"] for part in parts)
+        texts.append(text)
+    return "".join(texts)
 
 
 def media_in(values: Mapping[str, Any]) -> str | None:
@@ -72,7 +76,7 @@ def tools_of(columns: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Returns the functions in a row's column ``tools``, which may be JSON. Raises ValueError."""
     tools = columns.get("tools") or []
     with contextlib.suppress(ValueError, RecursionError):
-        tools = json.loads(tools) if isinstance(tools, str) else tools
+        tools = json.loads(tools) or [] if isinstance(tools, str) else tools
     if isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools):
         return tools
     raise ValueError(
@@ -94,8 +98,7 @@ class ChatTemplate:
     vanish.
 
     ``date`` is the time that the template always takes for now, in ISO format (empty: this moment).
-    What ``special`` finds in tools and messages, but for those of the assistant, gets a :data:`PLAIN`
-    behind its first character.
+    What ``special`` finds in tools and messages, but for those of the assistant, is marked as plain.
     """
 
     def __init__(
@@ -235,9 +238,10 @@ class ChatTemplate:
 def marked_plain(special: re.Pattern[str], value: Any) -> Any:
     """Returns text, or messages and what they hold, with :data:`PLAIN` in what ``special`` finds."""
     if isinstance(value, str):
-        return special.sub(lambda found: PLAIN.join((found[0][:1], found[0][1:])), value)
+        text = value.translate(_UNMARKED)
+        return special.sub(lambda found: PLAIN.join([*found[0], ""]), text)
     if isinstance(value, Mapping):
-        return {key: marked_plain(special, of_key) for key, of_key in value.items()}
+        return {marked_plain(special, k): marked_plain(special, v) for k, v in value.items()}
     if isinstance(value, list | tuple):
         return [marked_plain(special, one) for one in value]
     return value

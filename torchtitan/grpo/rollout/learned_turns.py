@@ -20,6 +20,7 @@ from torchtitan.grpo.rollout.tokenizer import TextCodec
 
 Messages = Sequence[dict[str, Any]]
 _EDGE = re.compile(r"qzv(\d+[be])q")
+_SWITCHES = ("weight", "train", "training")  # with which users of other trainers exclude messages
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 
 
@@ -112,7 +113,8 @@ def _runs(messages: Messages, first: int) -> Iterator[tuple[int, int]]:
     """Yields begin and end of the assistant's messages that follow each other and another one."""
     for role, run in groupby(range(len(messages)), lambda i: messages[i]["role"]):
         numbers = [number for number in run if number >= max(first, 1)]
-        if role == "assistant" and numbers and messages[numbers[0] - 1]["role"] != role:
+        are_on = all(messages[i].get(key, 1) for i in numbers for key in _SWITCHES)
+        if role == "assistant" and numbers and are_on and messages[numbers[0] - 1]["role"] != role:
             yield numbers[0], numbers[-1] + 1
 
 

@@ -15,13 +15,11 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 
-from torchtitan.grpo.rollout.chat_template import PLAIN, ChatTemplate, marked_plain
+from torchtitan.grpo.rollout.chat_template import PLAIN, WRITTEN, ChatTemplate, marked_plain
 from torchtitan.grpo.weight_wire.model_folder import about_pointer
 
 # Placeholder for the assistant's turn when a reply is rendered. Templates keep letters as is.
 _TURN = "THETURNOFTHEASSISTANT"
-# Stands before a special token that the template has written, where a text holds others that are plain.
-_WRITTEN = "\ufdd1"
 # DeepSeek's tokenizer does not say that its marks of turns are special.
 _MARK = re.compile(r"<[|\uff5c].+[|\uff5c]>")
 # Whether transformers 4 puts a beginning of sequence before texts, whatever tokenizer.json says, if
@@ -148,7 +146,7 @@ class TextCodec:
         if PLAIN in text:
             (tokenizer, known), read = self._apart, self._written
         try:
-            self._check_length(text)
+            self._check_length(text.replace(PLAIN, ""))
             encoding = tokenizer.encode(read(text), add_special_tokens=False)
         except TypeError as error:
             raise ValueError(
@@ -177,25 +175,24 @@ class TextCodec:
         return re.compile("|".join(map(re.escape, names)) or r"(?!)")
 
     def _written(self, text: str) -> str:
-        marked = self.special.sub(rf"{_WRITTEN}\g<0>", text.replace(_WRITTEN, ""))
+        marked = self.special.sub(rf"{WRITTEN}\g<0>", text.replace(WRITTEN, "\ufffd"))
         return marked.replace(PLAIN, "")
 
     @functools.cached_property
-    def _apart(self) -> tuple[Tokenizer, dict[int, int]]:
+    def _apart(self) -> tuple[Tokenizer, dict[int | None, int]]:
         """Reads special tokens behind a mark alone, with the id of each by that in this tokenizer."""
-        apart, known = Tokenizer.from_str(self._tokenizer.to_str()), {}
+        apart = Tokenizer.from_str(self._tokenizer.to_str())
         apart.encode_special_tokens = True
-        for token, added in self._tokenizer.get_added_tokens_decoder().items():
-            if self.special.fullmatch(added.content):
-                marked = AddedToken(
-                    _WRITTEN + added.content,
-                    lstrip=added.lstrip,
-                    rstrip=added.rstrip,
-                    normalized=False,
-                )
-                apart.add_special_tokens([added.content])
-                apart.add_tokens([marked])
-                known[apart.token_to_id(marked.content)] = token
+        found, marked = {}, []
+        for token, one in self._tokenizer.get_added_tokens_decoder().items():
+            if self.special.fullmatch(one.content):
+                text, strips = WRITTEN + one.content, {"lstrip": one.lstrip, "rstrip": one.rstrip}
+                marked.append(AddedToken(text, normalized=False, **strips))
+                found[token] = one.content
+        # All at once, because each call builds the tokenizer's search anew.
+        apart.add_special_tokens([*found.values()])
+        apart.add_tokens(marked)
+        known = {apart.token_to_id(WRITTEN + text): token for token, text in found.items()}
         return apart, known
 
     def _check_length(self, text: str) -> None:

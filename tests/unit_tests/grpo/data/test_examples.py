@@ -171,6 +171,8 @@ BAD_EXAMPLES = {
     ),
     "image": ({"prompt": [user("a"), assistant([{"type": "image"}])]}, "a part of type 'image'"),
     "number_in_it": ({"prompt": [user("a")], "completion": [user(5), assistant("b")]}, "is 5"),
+    "two_completions": ({"prompt": [user("a"), assistant("b")], "completion": "c"}, "as well"),
+    "switched_off": ({"prompt": [user("a"), assistant("b") | {"weight": 0}]}, "its weight is 0"),
     "nothing": ({"prompt": [user("a")], "completion": []}, "must be a string that is not empty"),
 }
 

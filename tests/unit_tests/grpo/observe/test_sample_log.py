@@ -131,6 +131,17 @@ def test_a_row_that_begins_anew_is_marked(codec):
     assert [turn["role"] for turn in turns(empty, codec)] == ["prompt", "model"]
 
 
+def test_the_prompt_is_printed_if_any_completion_began_with_it(tmp_path, codec):
+    own = rollout(codec, "12->", "5:12->21", sampled=[0] * 6 + [1] * 3, new_rows=((0, 6),))
+    log = SampleLog(tmp_path / "samples.jsonl", 2, 0, codec)
+    log.write(5, [group(0, own, rollout(codec, "12->", "21")), group(1, own, own)], {})
+    log.close()
+    text, without = group_texts(log.latest)
+    assert text.count("[prompt, 4 tokens, not trained]\n    12->") == 1
+    assert text.index("[prompt") < text.index("completion 1 of 2")
+    assert "[prompt" not in without and without.count("[new row") == 2
+
+
 def test_long_columns_are_cut_and_unusual_ones_become_text():
     columns = {"test": "x" * 3000, "cases": [["y" * 3000]], "n": 3, "none": None, "odd": {1, 2}}
     brief = brief_columns(columns)

@@ -147,6 +147,38 @@ async def test_thinking_that_was_cut_goes_on(repository: Path, tmp_path: Path, o
 
 
 @pytest.mark.parametrize(
+    ("shown", "begun", "wrote", "content", "thinking"),
+    [
+        (OFF, "", "<think>3</think>4", "<think>3</think>4", None),
+        (OFF, "7", "<think>3</think>4", "<think>3</think>4", None),
+        ("", "", "<think>3</think>4", "4", "3"),
+        ("", "<think>7", "3</think>4", "4", "3"),
+        (OPENS, "", "3</think>4", "4", "3"),
+        (OPENS, "7", "3</think>4", "4", "3"),
+    ],
+)
+async def test_a_begun_turn_goes_on_in_the_state_that_is_shown(
+    repository: Path,
+    tmp_path: Path,
+    shown: str,
+    begun: str,
+    wrote: str,
+    content: str,
+    thinking: Any,
+) -> None:
+    template = TEMPLATE.replace("{{ m.content.split", shown + "{{ m.content.split")
+
+    async def program(client: Any, row: Any, access: Any) -> None:
+        messages = [USER, {"role": "assistant", "content": begun}]
+        body = {"continue_final_message": True}
+        found = (await say(client, messages, extra_body=body)).choices[0].message
+        assert found.content == content
+        assert getattr(found, "reasoning_content", None) == thinking
+
+    await play(make_model(repository, tmp_path, template), program, [f"{wrote}<eos>"])
+
+
+@pytest.mark.parametrize(
     ("wrote", "resent"),
     [
         ("1.0", "1"),
@@ -256,16 +288,30 @@ async def test_tools_in_an_unknown_form_are_refused(repository: Path, tmp_path: 
 
 
 TOLD = {
-    "form": ({"response_format": {"type": "json_object"}}, "response_format. That is ignored"),
+    "form": ({"response_format": {"type": "json_object"}}, "'response_format'. That is ignored"),
     "structure": ({"extra_body": {"structured_outputs": {"regex": "a"}}}, "structured_outputs"),
-    "required call": ({"tools": TOOLS, "tool_choice": "required"}, "asks for tool_choice"),
+    "required call": ({"tools": TOOLS, "tool_choice": "required"}, "asks for 'tool_choice'"),
     "named call": (
         {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "add"}}},
-        "asks for tool_choice",
+        "asks for 'tool_choice'",
     ),
-    "one call": ({"tools": TOOLS, "parallel_tool_calls": False}, "asks for parallel_tool_calls"),
-    "sampling": ({"temperature": 0.5}, "asks for temperature"),
-    "penalty": ({"frequency_penalty": 1}, "asks for frequency_penalty"),
+    "one call": ({"tools": TOOLS, "parallel_tool_calls": False}, "asks for 'parallel_tool_calls'"),
+    "sampling": ({"temperature": 0.5}, "asks for 'temperature'"),
+    "penalty": ({"frequency_penalty": 1}, "asks for 'frequency_penalty'"),
+    "thinking": (
+        {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}},
+        "'chat_template_kwargs'. That is ignored: the policy answers as [rollout] and [prompts] say",
+    ),
+    "effort": ({"reasoning_effort": "high"}, "'reasoning_effort'"),
+    "guided": ({"extra_body": {"guided_json": {"type": "object"}}}, "'guided_json'"),
+    "ends": ({"extra_body": {"stop_token_ids": [5]}}, "'stop_token_ids'"),
+    "no end": ({"extra_body": {"ignore_eos": True}}, "'ignore_eos'"),
+    "words": ({"extra_body": {"bad_words": ["x"]}}, "'bad_words'"),
+    "functions": ({"functions": [{"name": "add"}]}, "'functions'"),
+    "no turn": ({"extra_body": {"add_generation_prompt": False}}, "'add_generation_prompt'"),
+    "best of": ({"extra_body": {"best_of": 2}}, "'best_of'"),
+    "beams": ({"extra_body": {"use_beam_search": True}}, "'use_beam_search'"),
+    "unknown": ({"extra_body": {"a\nb" + "c" * 999: 1}}, r"'a\nbccc"),
     "model": ({"model": "gpt\n4"}, r"asks for the model 'gpt\n4'. The policy answers"),
 }  # fmt: skip
 
@@ -292,6 +338,16 @@ async def test_what_is_not_ignored_is_not_told(
         for choice in ("auto", "none", openai.omit):
             await say(client, [USER], tools=TOOLS, tool_choice=choice, stop=["9"], user="me")
         await say(client, [USER], response_format={"type": "text"}, parallel_tool_calls=True)
+        harmless = {
+            "metadata": {"a": "b"}, "store": True, "service_tier": "auto", "logprobs": True,
+            "modalities": ["text"], "safety_identifier": "me", "prompt_cache_key": "a",
+        }  # fmt: skip
+        servers = {
+            "best_of": 1, "ignore_eos": False, "stop_token_ids": [], "add_generation_prompt": True,
+            "skip_special_tokens": True, "use_beam_search": False, "priority": 1, "request_id": "a",
+            "min_p": 0.0, "guided_json": None, "chat_template_kwargs": {}, "length_penalty": 1.0,
+        }  # fmt: skip
+        await say(client, [USER], **harmless, extra_body=servers)
         await client.responses.create(
             model="policy", input="7", text={"format": {"type": "text"}}, tool_choice="auto"
         )
@@ -307,7 +363,7 @@ async def test_a_form_of_responses_is_told(model: Path, caplog: pytest.LogCaptur
         )
 
     await play(model, program, ["12<eos>"])
-    assert ["asks for text.format" in one.getMessage() for one in caplog.records] == [True]
+    assert ["asks for 'text.format'" in one.getMessage() for one in caplog.records] == [True]
 
 
 async def test_other_routes_are_told_once_each_and_not_without_end(

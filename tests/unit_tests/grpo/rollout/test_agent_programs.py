@@ -39,6 +39,16 @@ COMMANDS = {
     "number": (ASK + "print(0.5)", 0.5),
     "text": (ASK + "print('done')", None),
     "much output": (ASK + "print('x' * 3_000_000); print(1)", 1.0),
+    "output without end": (ASK + "os.execvp('yes', ['yes'])", "much output"),
+    "opens its output": (
+        ASK
+        + """os.execvp('sh', ['sh', '-c', "echo line; echo 0.5 > /dev/stdout; echo '{\\"reward\\": 1}'"])""",
+        1.0,
+    ),
+    "opens its output at the end": (
+        ASK + "print(7, flush=True); os.system('echo 1 > /dev/stdout')",
+        1.0,
+    ),
     "no newline": (ASK + "sys.stdout.write('2')", 2.0),
     "raises": (ASK + "raise ValueError", "exit status 1"),
     "bad reward": (ASK + "print('{\"reward\": NaN}')", "bad reward"),

@@ -25,6 +25,7 @@ from stub_clients import serving
 
 from torchtitan.grpo.config import Agent, Rollout, Workers
 from torchtitan.grpo.rollout.agents import endpoint, episode, tool_calls
+from torchtitan.grpo.rollout.agents.exchange import read_messages
 from torchtitan.grpo.rollout.agents.transcript import Transcript
 from torchtitan.grpo.rollout.agents.writer import Agents
 from torchtitan.grpo.rollout.codec import pack, unpack
@@ -315,8 +316,24 @@ async def test_other_sampling_is_ignored_or_not_trained(model: Path, allowed: bo
     assert played.metrics["agent/ignored_settings"] == 2 * (not allowed)
 
 
+def asked(content: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": content}]}
+
+
 BAD = {
     "image": {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+    "image with a text": asked([{"type": "image_url", "image_url": {"url": "u"}, "text": "cap"}]),
+    "image in a text": asked([{"type": "text", "text": "a", "image": "x.png"}]),
+    "images beside": {"messages": [USER | {"images": ["a.png"]}]},
+    "video beside": {"messages": [USER | {"video": "a.mp4"}]},
+    "pixels beside": {"messages": [USER | {"pixel_values": [[0]]}]},
+    "audio of the assistant": {
+        "messages": [USER, {"role": "assistant", "audio": {"id": "a"}}, USER]
+    },
+    "file with a text": asked([{"type": "file", "file": {}, "text": "a"}]),
+    "number": asked([5]),
+    "no name": {"messages": [USER, {"role": "assistant", "function_call": {"arguments": "{}"}}]},
+    "tokens": {"messages": [USER], "max_tokens": 100.5},
     "no role": {"messages": [{"content": "7"}]},
     "no messages": {"messages": []},
     "n": {"messages": [USER], "n": 1000},
@@ -338,10 +355,36 @@ async def test_bad_requests_are_refused_and_cost_nothing(model: Path) -> None:
                 await client.chat.completions.create(**{"model": "m"} | body)
             codes = {"too long": "context_length_exceeded", "n beyond the turns": "max_turns"}
             assert caught.value.code == codes.get(name), name
+            values = {
+                "n": "is 1000",
+                "temperature": "is -1",
+                "stop": "is [3]",
+                "tokens": "is 100.5",
+            }
+            assert values.get(name, "") in caught.value.message
         await say(client, [USER])
 
     played = await play(model, program, ANSWERS, allow_sampling=True, max_turns=1)
     assert played.texts() == ["u:7;a:[12<eos>]"]
+
+
+def test_messages_are_read_in_the_forms_of_all_clients() -> None:
+    called = {"name": "add", "arguments": '{"a": 1}'}
+    parts = [{"type": "text", "text": "a"}, "b", {"type": "refusal", "refusal": "c"}]
+    no_media = {"images": [], "audio": None}
+    read = read_messages(
+        [
+            {"role": "user", "content": parts, **no_media},
+            {"role": "assistant", "content": None, "function_call": called, **no_media},
+            {"role": "function", "name": "add", "content": {"type": "text", "text": "1"}},
+            {"role": "assistant", "content": "d", "function_call": None},
+        ]
+    )
+    assert [message["content"] for message in read] == ["abc", "", "1", "d"]
+    assert [message["role"] for message in read] == ["user", "assistant", "tool", "assistant"]
+    (call,) = read[1]["tool_calls"]
+    assert call["function"] == {"name": "add", "arguments": {"a": 1}}
+    assert "tool_calls" not in read[3]
 
 
 async def test_keys_are_of_one_episode_while_it_runs(model: Path) -> None:

@@ -197,6 +197,18 @@ def test_messages_before_the_first_one_that_is_learned_are_context(make):
     assert finder.find(plain).token_ids.count(END) == 2
 
 
+@pytest.mark.parametrize("off", [{"weight": 0}, {"weight": 0.0}, {"train": False}])
+def test_turns_that_are_switched_off_are_context(off, make):
+    finder = TurnFinder(make(LLAMA), [END])
+    first, second = (CHAT[:i] + [CHAT[i] | off] + CHAT[i + 1 :] for i in (1, 3))
+    assert learned(finder._codec, finder.find(first)) == ["d<end>"]
+    assert learned(finder._codec, finder.find(second)) == ["b<end>"]
+    on = [*CHAT[:3], CHAT[3] | {"weight": 1, "train": True}]
+    assert learned(finder._codec, finder.find(on)) == ["b<end>", "d<end>"]
+    twice = [*CHAT[:2], said("e") | off, *CHAT[2:]]
+    assert learned(finder._codec, finder.find(twice)) == ["d<end>"], "one turn of two messages"
+
+
 @pytest.mark.parametrize(
     ("template", "messages", "message"),
     [

@@ -147,6 +147,47 @@ def test_special_tokens_that_data_spells_are_its_text(name, tmp_path):
     assert EOS not in plain.encode_observation("\ufdd1</s></s>", has_special_tokens=False)
 
 
+@pytest.fixture(scope="module")
+def spelled(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
+    """Special tokens of several families, some of which overlap, and a template that prints tools."""
+    folder = tmp_path_factory.mktemp("spelled")
+    byte_tokenizer([*MARKS, *SPELLINGS]).save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": CHAT}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return TextCodec(str(folder), [])
+
+
+SPELLINGS = [
+    "<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "[INST]",
+    "[[X]]", "[X]", "X]]", "$$",
+]  # fmt: skip
+HIDDEN = {
+    "alone": "{0}{1}",
+    "twice": "{0}{1}{0}{1}",
+    "inside": "{0}{mark}{1}",
+    "inside, behind one": "{0}{1} {0}{mark}{1}",
+    "several": "{0}{mark}{mark}{1} {mark}{0}{1}{mark}",
+    "before": "{mark}{0}{1}",
+    "behind": "{0}{1}{mark}",
+    "overlapping": "{0}{1}{1}",
+    "half before": "{0}{0}{mark}{1}",
+}
+
+
+@pytest.mark.parametrize("form", HIDDEN)
+@pytest.mark.parametrize("mark", ["\ufdd0", "\ufdd1", "\ufdd0\ufdd1", "\ufdd1\ufdd0"])
+def test_no_code_point_makes_data_a_special_token(form, mark, spelled: TextCodec) -> None:
+    cut = [HIDDEN[form].format(s[:n], s[n:], mark=mark) for s in SPELLINGS for n in (1, len(s) - 1)]
+    text = "".join(cut)
+    said = [{"role": "user", "content": text}, {"role": "tool", "content": f"x{text}"}]
+    tools = [{"name": text, "parameters": {"properties": {text: {"description": text}}}}]
+    ids = spelled.encode_chat(said, tools)
+    assert [token for token in ids if token >= BOS] == [BOS, EOS] * 2, "of the template alone"
+    assert max(spelled.encode_observation(text, has_special_tokens=False)) < BOS
+    spoken = [{"role": "assistant", "content": mark}, {"role": "user", "content": text}]
+    assert [token for token in spelled.encode_chat(spoken) if token >= BOS] == [BOS, EOS] * 2
+
+
 @pytest.mark.parametrize(
     ("vocabulary", "size", "known", "unknown"),
     [
@@ -204,6 +245,13 @@ def test_a_bounded_codec_refuses_only_what_cannot_fit(bounded_codec: TextCodec, 
     # The text may be long, but what is tokenized of it then is not.
     with pytest.raises(TextTooLong):
         bounded_codec.bounded(100).encode_continuation(LONG_TEXTS[kind] * 10**6)
+
+
+def test_marks_of_plain_text_do_not_count_as_its_tokens(bounded_codec: TextCodec) -> None:
+    text = (" " * 64 + "<|im_start|>") * 3000
+    ids = bounded_codec.encode_observation(text, has_special_tokens=False)
+    bounded = bounded_codec.bounded(len(ids))
+    assert bounded.encode_observation(text, has_special_tokens=False) == ids
 
 
 HALVES = [

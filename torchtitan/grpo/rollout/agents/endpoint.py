@@ -34,8 +34,8 @@ _WRITE_SECONDS = 60.0
 _KEEPALIVE_SECONDS = 75.0
 _MOST_TOLD = 32  # kinds of requests that are not answered as they ask
 _IGNORED = (
-    "That is ignored: the policy answers as [rollout] says, in free text, and calls tools as it "
-    "likes. Ask for a form or a call in a message, and let the program check the answer."
+    "That is ignored: the policy answers as [rollout] and [prompts] say, in free text, and calls "
+    "tools as it likes. Ask for forms and calls in a message, and let the program check the answer."
 )
 
 _IDS = SimpleNamespace(read=text_route.read_ids_body, write=text_route.write_ids)
@@ -166,7 +166,7 @@ class AgentEndpoint:
 
     async def _answer(self, body: dict[str, Any], asked: Asked, episode: AgentEpisode) -> Answer:
         for name in episode.ignored(asked):
-            self._tell(name, f"asks for {name}. {_IGNORED}")
+            self._tell(name[:80], f"asks for {name!r:.80}. {_IGNORED}")
         if body.get("model") not in (None, MODEL):
             answers = f"The policy answers, whose name is {MODEL!r}."
             self._tell("model", f"asks for the model {body['model']!r:.100}. {answers}")

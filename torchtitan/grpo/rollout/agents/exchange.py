@@ -14,17 +14,25 @@ from msgspec import Meta
 from torchtitan.grpo import strict_json
 from torchtitan.grpo.rollout.agents.tool_calls import ToolCall
 from torchtitan.grpo.rollout.agents.transcript import Message
+from torchtitan.grpo.rollout.chat_template import text_of
 
-_MOST_CHOICES = 64
+_MOST_CHOICES, _MOST_TOLD = 64, 32
 SAMPLING = ("temperature", "top_p", "top_k", "seed")
 """Parameters of requests by which ``agent.allow_sampling`` replaces the run's."""
 _DEFAULTS: dict[str, Any] = {
-    "min_p": 0, "frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1,
-    "logit_bias": {}, "response_format": {"type": "text"}, "min_tokens": 0,
-    "parallel_tool_calls": True, "structured_outputs": {}, "text.format": {"type": "text"},
-    "tool_choice": "auto",
+    "repetition_penalty": 1, "length_penalty": 1, "best_of": 1, "response_format": {"type": "text"},
+    "text.format": {"type": "text"}, "tool_choice": "auto", "parallel_tool_calls": True,
+    "modalities": ["text"], "truncation": "disabled", "add_generation_prompt": True,
+    "skip_special_tokens": True, "spaces_between_special_tokens": True, "include_reasoning": True,
 }  # fmt: skip
-"""Parameters that are not supported, with the value that means nothing."""
+"""Parameters that are not supported, with the value that means nothing, if that is not empty."""
+_HARMLESS = {
+    "background", "cache_salt", "continue_final_message", "detokenize", "echo", "include", "input",
+    "instructions", "logprobs", "messages", "metadata", "model", "previous_response_id", "priority",
+    "prompt", "prompt_cache_key", "prompt_cache_retention", "request_id", "safety_identifier",
+    "service_tier", "store", "suffix", "text", "token_ids", "tools", "top_logprobs", "user",
+}  # fmt: skip
+"""Parameters that a route reads, or that do not change what is sampled."""
 
 
 class BadRequest(ValueError):
@@ -110,12 +118,9 @@ class Answer:
 
     @property
     def usage(self) -> dict[str, int]:
-        num_written = sum(len(choice.token_ids) for choice in self.choices)
-        return {
-            "prompt_tokens": len(self.prompt_ids),
-            "completion_tokens": num_written,
-            "total_tokens": len(self.prompt_ids) + num_written,
-        }
+        shown, written = len(self.prompt_ids), sum(len(one.token_ids) for one in self.choices)
+        total = shown + written
+        return {"prompt_tokens": shown, "completion_tokens": written, "total_tokens": total}
 
 
 class _Settings(msgspec.Struct):
@@ -141,7 +146,8 @@ def shared_settings(body: Mapping[str, Any]) -> dict[str, Any]:
         read = msgspec.convert(body, _Settings)
     except msgspec.ValidationError as error:
         param = str(error).partition("`$.")[2].rstrip("`")
-        raise BadRequest(f"The request cannot be used: {error}.", param=param) from error
+        given = f"{error}, which is {body.get(param.partition('[')[0])!r:.100}"
+        raise BadRequest(f"The request cannot be used: {given}.", param=param) from error
     sampling = {name: getattr(read, name) for name in SAMPLING}
     if read.top_k == 0:  # off, as on vLLM
         sampling["top_k"] = -1
@@ -161,10 +167,13 @@ def shared_settings(body: Mapping[str, Any]) -> dict[str, Any]:
 def _ignored_in(body: Mapping[str, Any]) -> tuple[str, ...]:
     text, asked = body.get("text"), dict(body)
     if isinstance(text, dict):  # of the route of responses
-        asked["text.format"] = text.get("format")
-    if asked.get("tool_choice") == "none":  # which is not ignored
-        del asked["tool_choice"]
-    return tuple(name for name, off in _DEFAULTS.items() if asked.get(name, off) not in (off, None))
+        asked |= {f"text.{name}": value for name, value in text.items()}
+    known = _HARMLESS.union(_Settings.__struct_fields__)
+    known |= {"tool_choice"} if asked.get("tool_choice") == "none" else set()
+    known |= {"add_generation_prompt"} if asked.get("continue_final_message") else set()
+    is_asked = {k: v not in (_DEFAULTS.get(k), None) for k, v in asked.items() if k not in known}
+    ignored = [k for k, is_other in is_asked.items() if is_other and (asked[k] or k in _DEFAULTS)]
+    return tuple(ignored[:_MOST_TOLD])
 
 
 def _list_in(body: Mapping[str, Any], name: str) -> list[Any]:
@@ -185,30 +194,25 @@ def _read_message(message: Any, param: str) -> Message:
     if not (isinstance(message, dict) and isinstance(message.get("role"), str)):
         raise BadRequest(f"{param} must be an object with a role.", param=param)
     role = {"developer": "system", "function": "tool"}.get(message["role"], message["role"])
-    read: Message = {"role": role, "content": read_text(message.get("content"), param)}
-    read |= {
-        name: message[name]
-        for name in ("name", "tool_call_id", "reasoning_content")
-        if isinstance(message.get(name), str)
-    }
-    if calls := _list_in(message, "tool_calls"):
+    read: Message = {"role": role, "content": read_text(message, param)}
+    kept = ("name", "tool_call_id", "reasoning_content")
+    read |= {name: message[name] for name in kept if isinstance(message.get(name), str)}
+    called = message.get("function_call")  # as clients wrote one before there were tools
+    if calls := _list_in(message, "tool_calls") or ([{"function": called}] if called else []):
         read["tool_calls"] = [_read_call(call, param) for call in calls]
     return read
 
 
-def read_text(content: Any, param: str) -> str:
-    """Joins the parts of a content, which must all be text."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    parts = content if isinstance(content, list) else [content]
-    found = [part.get("text", part.get("refusal")) for part in parts if isinstance(part, dict)]
-    texts = [text for text in found if isinstance(text, str)]
-    if len(texts) != len(parts):
-        raise BadRequest(
-            f"{param}.content must be text, got {content!r:.100}. The model reads only text.",
-            param=param,
-        )
-    return "".join(texts)
+def read_text(message: Mapping[str, Any], param: str) -> str:
+    """Joins the parts of a message's content, which must all be text."""
+    content = message.get("content")
+    try:
+        text = text_of({**message, "content": [content] if isinstance(content, dict) else content})
+    except ValueError as error:
+        raise BadRequest(f"{param} has {error}. The model reads only text.", param=param) from error
+    if not isinstance(text, str | None):
+        raise BadRequest(f"{param}.content must be text, got {content!r:.100}.", param=param)
+    return text or ""
 
 
 def _read_call(call: Any, param: str) -> dict[str, Any]:
@@ -238,11 +242,7 @@ def read_tools(body: Mapping[str, Any]) -> list[dict[str, Any]]:
                 "provider runs itself are not supported.",
                 param=f"tools[{i}]",
             )
-        kept = ("name", "description", "parameters")
-        found.append(
-            {
-                "type": "function",
-                "function": {k: function[k] for k in kept if function.get(k) is not None},
-            }
-        )
+        kept = {k: function.get(k) for k in ("name", "description", "parameters")}
+        function = {k: value for k, value in kept.items() if value is not None}
+        found.append({"type": "function", "function": function})
     return found

@@ -8,6 +8,7 @@ A program ends alone: its process is killed together with everything in its sess
 
 import asyncio
 import contextlib
+import fcntl
 import itertools
 import json
 import logging
@@ -51,7 +52,8 @@ MODEL = "policy"
 
 REWARD = f"a number between -{LARGEST_REWARD:g} and {LARGEST_REWARD:g}"
 
-_MAX_OUTPUT = 2**20
+_MAX_OUTPUT, _MOST_PRINTED = 2**20, 2**26  # that are read, and after which a program is ended
+_LOOK_SECONDS = 0.5
 _CANCEL_SECONDS = 5.0
 
 
@@ -135,7 +137,7 @@ class Commands:
         with contextlib.ExitStack() as files:
             process, output = await self._start(access, row, files)
             try:
-                status = await process.wait()
+                status = await self._ended(process, output)
             finally:
                 # Also what the program has left behind.
                 with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -149,6 +151,16 @@ class Commands:
                 f"{self._key} {self._command} ended with exit status {status}. {OUTPUT_HINT}",
             )
         return self._reward(printed)
+
+    async def _ended(self, process: asyncio.subprocess.Process, output: IO[bytes]) -> int:
+        while (size := os.fstat(output.fileno()).st_size) <= _MOST_PRINTED:
+            with contextlib.suppress(TimeoutError):
+                return await asyncio.wait_for(process.wait(), _LOOK_SECONDS)
+        raise EnvironmentFailed(
+            "much output",
+            f"{self._key} {self._command} was ended: it may print at most {_MOST_PRINTED >> 20} MiB to "
+            f"standard output, and has printed {size >> 20}. Let it print less, or to standard error.",
+        )
 
     def _reward(self, printed: bytes) -> Any:
         """Returns the last line of output if it is JSON, else None."""
@@ -179,6 +191,8 @@ class Commands:
         try:
             given = files.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
             printed = files.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
+            # Appended, because a program that opens /dev/stdout empties the file.
+            fcntl.fcntl(printed, fcntl.F_SETFL, os.O_APPEND)
             given.write(row.encode() + b"\n")
             given.seek(0)
             command, limits = self._command, limits_of(self._workers)

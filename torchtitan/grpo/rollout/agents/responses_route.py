@@ -22,9 +22,9 @@ from torchtitan.grpo.rollout.agents.transcript import Message
 
 def read(body: Mapping[str, Any], earlier: list[Message]) -> Asked:
     """``earlier`` is the conversation of ``previous_response_id``, without its instructions."""
-    system: list[Message] = []
-    if instructions := body.get("instructions"):
-        system = [{"role": "system", "content": read_text(instructions, "instructions")}]
+    given = body.get("instructions")
+    text = read_text({"content": given}, "instructions")
+    system: list[Message] = [{"role": "system", "content": text}] if given else []
     asked = Asked(
         messages=[*system, *earlier, *read_items(body.get("input"))],
         tools=read_tools(body),
@@ -53,14 +53,14 @@ def _read_item(item: Any, messages: list[Message], param: str) -> None:
     if kind == "message":
         role = str(item.get("role"))
         role = {"developer": "system"}.get(role, role)
-        messages.append({"role": role, "content": read_text(item.get("content"), param)})
+        messages.append({"role": role, "content": read_text(item, param)})
     elif kind == "function_call":
         if not messages or messages[-1]["role"] != "assistant":
             messages.append({"role": "assistant", "content": ""})
         call = make_call(item.get("call_id", ""), item.get("name", ""), item.get("arguments"))
         messages[-1].setdefault("tool_calls", []).append(call)
     elif kind == "function_call_output":
-        content = read_text(item.get("output"), param)
+        content = read_text({"content": item.get("output")}, param)
         messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
     elif kind != "reasoning":
         raise BadRequest(

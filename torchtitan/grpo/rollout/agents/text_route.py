@@ -63,20 +63,12 @@ def stream(answer: Answer, asked: Asked) -> Iterator[dict[str, Any]]:
 
 
 def write_ids(answer: Answer, asked: Asked) -> dict[str, Any]:
-    choices = [
-        {
-            "index": index,
-            "token_ids": choice.token_ids,
-            "finish_reason": choice.finish_reason,
-            "logprobs": {
-                "content": [
-                    {"token": f"token_id:{token}", "token_id": token, "logprob": logprob}
-                    for token, logprob in zip(choice.token_ids, choice.logprobs, strict=True)
-                ]
-            },
-        }
-        for index, choice in enumerate(answer.choices)
-    ]
+    choices = []
+    for index, choice in enumerate(answer.choices):
+        pairs = zip(choice.token_ids, choice.logprobs, strict=True)
+        tokens = [{"token": f"token_id:{i}", "token_id": i, "logprob": value} for i, value in pairs]
+        written = {"index": index, "token_ids": choice.token_ids, "logprobs": {"content": tokens}}
+        choices.append(written | {"finish_reason": choice.finish_reason})
     return {"request_id": f"generate-{answer.number}", "choices": choices}
 
 

@@ -100,9 +100,9 @@ class Transcript:
             if said is not None and said.is_cut:
                 ids = said.token_ids()
                 return Context(ids, said=said, is_known=True, thinking=said.thinking)
-            context = self._new(self._codec.unfinished_text(messages, tools))
-            _, _, thinking = divided(messages[-1].get("content") or "", None)
-            return replace(context, thinking=thinking)
+            text, begun = self._codec.unfinished_text(messages, tools), messages[-1]["content"]
+            thinking = divided(begun, opened_by(text.removesuffix(begun)))[2]
+            return replace(self._new(text), thinking=thinking)
         said_up_to = [n for n, digest in enumerate(digests, 1) if digest in self._of_messages]
         said = self._of_messages[digests[said_up_to[-1] - 1]] if said_up_to else None
         if said is not None and not self._templated:

@@ -283,6 +283,12 @@ def prompt_text(columns: dict[str, Any], settings: Prompts) -> PromptText:
     """Returns a row's prompt. A ValueError says why it is none, without the row's location."""
     column = settings.column
     value = columns[column]
+    # A number may describe the row.
+    if media := media_in({k: v for k, v in columns.items() if not isinstance(v, int | float)}):
+        raise ValueError(
+            f"column {media!r} may belong to the prompt, and the model reads text alone. Rename it "
+            "(prompts.rename) if it does not, or remove the row."
+        )
     if isinstance(value, str):
         for key, setting in settings.chat_settings().items():
             if setting:
@@ -301,12 +307,6 @@ def prompt_text(columns: dict[str, Any], settings: Prompts) -> PromptText:
             f"content, {error}."
         ) from error
     tools_of(columns)
-    media = media_in(columns)
-    if media and not isinstance(columns[media], str | int | float):  # which may describe the row
-        raise ValueError(
-            f"column {media!r} may belong to the prompt, and the model reads text alone. Rename it "
-            "(prompts.rename) if it does not, or remove the row."
-        )
     messages = [m for m in said if m["role"] not in _SYSTEM_ROLES or not _is_blank(m["content"])]
     if messages[-1]["role"] == "assistant":
         raise ValueError(

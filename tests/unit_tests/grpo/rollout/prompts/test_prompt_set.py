@@ -157,7 +157,10 @@ TOOLS = [{"type": "function", "function": {"name": "cab"}}]
         ({"prompt": CHAT, "tools": []}, "a:"),
         ({"prompt": "a", "tools": "calculator"}, "a"),
         ({"prompt": [{"role": "user", "content": [{"type": "text", "text": "b"}, "c"]}]}, "bc:"),
-        ({"prompt": CHAT, "image": "a.png"}, "a:"),
+        ({"prompt": CHAT, "tools": "null"}, "a:"),
+        ({"prompt": CHAT, "tools": "[]"}, "a:"),
+        ({"prompt": CHAT, "image_name": "python:3.11", "video_id": "b"}, "a:"),
+        ({"prompt": "a", "image": 7, "video": None, "audio": []}, "a"),
     ],
 )
 def test_tools_and_text_parts_are_shown_to_the_template(row, text, codec: TextCodec, write):
