@@ -25,7 +25,7 @@ _MARK = re.compile(r"<[|\uff5c].+[|\uff5c]>")
 # Whether transformers 4 puts a beginning of sequence before texts, whatever tokenizer.json says, if
 # add_bos_token does not say it; transformers 5 reads tokenizer.json.
 _BEGINS = {"Llama": True, "CodeLlama": True, "Gemma": True, "Cohere": True, "GPTNeoX": False}
-_PIECE_CHARS = 2**15
+_PIECE_CHARS, _MOST_UNREAD = 2**15, 100
 # How tokenizers spell bytes: those with byte fallback as a number, byte-level ones as a letter, which is
 # that of the same number if it is visible.
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
@@ -154,11 +154,11 @@ class TextCodec:
             ) from error
         ends = [end for _, end in encoding.offsets] if places else []
         ids = [known.get(token, token) for token in encoding.ids]
-        if self._unknown in ids:
+        if self._unknown in ids and len(self.unread) < _MOST_UNREAD:
             pairs = zip(ids, encoding.offsets, strict=True)
             parts = {read(text)[slice(*place)] for token, place in pairs if token == self._unknown}
             spelled = self.token_text(self._unknown)
-            self.unread |= {part for part in parts if part.removeprefix(_WRITTEN) != spelled}
+            self.unread |= {part for part in parts if part.removeprefix(WRITTEN) != spelled}
         return ids, [bisect_right(ends, len(read(text[:place]))) for place in places]
 
     @functools.cached_property
