@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from torchtitan.grpo.config.cluster import server_groups
 from torchtitan.grpo.inference.access import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
 from torchtitan.grpo.inference.gpu_shares import share_gpus
-from torchtitan.grpo.inference.kinds import KINDS, kind_row
+from torchtitan.grpo.inference.kinds import KEY_OPTIONS, kind_row
 from torchtitan.grpo.inference.server_log import first_causes, last_line, log_tail, remedy
 from torchtitan.grpo.inference.server_spec import LOOPBACK, ServerSpec
 from torchtitan.grpo.inference.urls import url_of
@@ -125,13 +125,12 @@ def set_random_keys(inference: "Inference", environ: MutableMapping[str, str]) -
 
 def mask_keys(command: Sequence[str]) -> list[str]:
     """Returns a command line for printing, with ``***`` in place of keys."""
-    secret = {option for row in KINDS.values() for option in row.key_options}
     shown: list[str] = []
     for argument in command:
         option, equals, _ = argument.partition("=")
-        if shown and shown[-1] in secret:
+        if shown and shown[-1] in KEY_OPTIONS:
             argument = "***"
-        elif equals and option in secret:
+        elif equals and option in KEY_OPTIONS:
             argument = f"{option}=***"
         shown.append(argument)
     return shown
