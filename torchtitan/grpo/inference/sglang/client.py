@@ -13,7 +13,6 @@ from torchtitan.grpo.inference.answers import (
     UNPUSHED_LABEL,
     UPDATING_LABEL,
     as_object,
-    card_of,
     first_architecture,
     max_answer_bytes,
     max_rating_bytes,
@@ -94,8 +93,7 @@ class SGLangClient(HttpClient):
     async def describe(self, temperature: float) -> ServerFacts:
         identity = await require_kind(self._http, self._KIND)
         info, server = await self._model_info(), await self._server_info()
-        answer = await self._http.get("/v1/models", scope="generation")
-        card = card_of(answer.body, f"{self.url}/v1/models")
+        card = await self._model_card()
         return ServerFacts(
             software=identity.software,
             release=server.get("version"),
@@ -191,13 +189,14 @@ class SGLangClient(HttpClient):
             self._update_marked = False
             await self._mark_updating()
             self._is_asleep = True  # a second time, either request would end the server
-            await self._occupy("/release_memory_occupation")
+            # Without tags, for weights, cache and CUDA graphs, in the right order.
+            await self._http.post("/release_memory_occupation", {})
         return frees
 
     async def wake(self) -> None:
         if await self._sleeps():
             self._is_asleep = None
-            await self._occupy("/resume_memory_occupation")
+            await self._http.post("/resume_memory_occupation", {})
             self._is_asleep = False
         await self.resume()
 
@@ -208,10 +207,6 @@ class SGLangClient(HttpClient):
             if label in (UNPUSHED_LABEL, None):
                 self._is_asleep = False
         return self._is_asleep is not False
-
-    async def _occupy(self, route: str) -> None:
-        # Without tags, for weights, cache and CUDA graphs, in the right order.
-        await self._http.post(route, {})
 
     async def join_weight_group(self, info: WeightGroupInfo) -> None:
         await self._http.post(
