@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from types import FrameType
 from typing import NoReturn
 
@@ -39,7 +39,7 @@ class Registrar:
 
     def beat(self) -> None:
         """Registers the server. A failure is reported once, and the next beat tries again."""
-        self._registration = replace(self._registration, beat=self._registration.beat + 1)
+        self._registration = self._registration.next()
         try:
             self._send("PUT")
             text = f"{self._registration.url} is registered at {self._target}"

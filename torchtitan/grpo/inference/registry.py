@@ -49,6 +49,9 @@ class Registration:
     started: float
     beat: int = 0
 
+    def next(self) -> "Registration":
+        return replace(self, beat=self.beat + 1)
+
 
 def parse_registration(content: bytes) -> Registration:
     """Raises ValueError if it is malformed."""

@@ -228,14 +228,12 @@ class VLLMClient(HttpClient):
         probe = await self._http.post(
             route, {"init_info": {**body, "probe": True}}, accept=(400, 500)
         )
-        has_room = probe.status == 200
-        if not has_room and NO_ROOM not in excerpt(probe.body):
-            message = f"{self.url}{route} refused to join a weight group: {excerpt(probe.body)}"
-            raise RouteError(message, probe.status)
+        has_room, text = probe.status == 200, excerpt(probe.body)
         if not has_room:
-            logger.warning(
-                "%s is paused while it receives weights: %s", self.url, excerpt(probe.body)
-            )
+            if NO_ROOM not in text:
+                message = f"{self.url}{route} refused to join a weight group: {text}"
+                raise RouteError(message, probe.status)
+            logger.warning("%s is paused while it receives weights: %s", self.url, text)
         self.capabilities = Capabilities(
             stops_for="commit" if has_room else "transfer",
             verifies_checksums=has_room,
