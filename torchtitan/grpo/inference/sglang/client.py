@@ -278,22 +278,19 @@ class SGLangClient(HttpClient):
         if bucket.lora_scale is None or bucket.lora_base is None:
             return "flattened_bucket"
         if not self._adds_adapters:
-            await self._require_adapter_hooks()
+            nothing: dict[str, list[str]] = {"names": [], "dtypes": [], "shapes": []}
+            body = {**nothing, "group_name": "", "load_format": PROBE, "flush_cache": False}
+            answer = excerpt((await self._http.post(_RECEIVE_ROUTE, body, accept=(400,))).body)
+            if READY not in answer:
+                raise ServerError(
+                    f"{self.url} must run SGLang with this project's hooks to add adapters to its base "
+                    f"weights, and does not (it answered: {answer}). Start it with "
+                    "scripts/serve_sglang.sh or `torchtitan-grpo serve sglang`, with SGLang 0.5.23, or "
+                    "set lora.push = 'merged'."
+                )
             self._adds_adapters = True
         index, self._num_adapter_buckets = self._num_adapter_buckets, self._num_adapter_buckets + 1
         return AdapterNote(index, is_last, bucket.lora_scale, bucket.lora_base).as_load_format()
-
-    async def _require_adapter_hooks(self) -> None:
-        nothing: dict[str, list[str]] = {"names": [], "dtypes": [], "shapes": []}
-        body = {**nothing, "group_name": "", "load_format": PROBE, "flush_cache": False}
-        answer = await self._http.post(_RECEIVE_ROUTE, body, accept=(400,))
-        if READY not in excerpt(answer.body):
-            raise ServerError(
-                f"{self.url} must run SGLang with this project's hooks to add adapters to its base "
-                f"weights, and does not (it answered: {excerpt(answer.body)}). Start it with "
-                "scripts/serve_sglang.sh or `torchtitan-grpo serve sglang`, with SGLang 0.5.23, or set "
-                "lora.push = 'merged'."
-            )
 
     async def _refuse_unknown_names(self, bucket: BucketSpec, group: WeightGroupInfo) -> None:
         """Raises for names that SGLang ignores with status 200. It finds wrong shapes itself."""
