@@ -296,7 +296,7 @@ def server(
     folder = tmp_path_factory.mktemp(kind)
     save_model(folder / "model", make_model(seed=0))
     # Held, because a server takes long to load, and then must find its port free.
-    with HeldPorts(1) as held:
+    with contextlib.closing(HeldPorts(1)) as held:
         model = str(folder / "model")
         spec = ServerSpec(kind, model, held.ports[0], "cpu", "float32", 1024, 16, python, **KEYS)
         launched = start_server(spec, folder / "server.log")

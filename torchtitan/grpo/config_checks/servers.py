@@ -49,7 +49,7 @@ def check_inference(config: JobConfig) -> None:
     )
     if inference.launch:
         with refusing():
-            refuse_keys(inference.kind, inference.extra_args, "inference.extra_args")
+            refuse_keys(inference.extra_args, "inference.extra_args")
         require(
             inference.max_restart_seconds >= inference.restart_seconds,
             "inference.max_restart_seconds must be at least inference.restart_seconds "

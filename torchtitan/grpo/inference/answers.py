@@ -15,7 +15,7 @@ from typing import Any, cast, get_args
 
 import numpy as np
 
-from torchtitan.grpo.inference.client import LogprobsError, ServerError, ServerLoad
+from torchtitan.grpo.inference.client import LogprobsError, PromptRating, ServerError, ServerLoad
 from torchtitan.grpo.inference.http import excerpt
 from torchtitan.grpo.types import (
     FinishReason,
@@ -177,10 +177,17 @@ def max_rating_bytes(sequences: Sequence[Sequence[int]], num_top: int) -> int:
     return _ANSWER_BYTES + per_token * sum(map(len, sequences))
 
 
-def checked_prompt_logprobs(
-    source: str, token_ids: Sequence[int], entries: Sequence[tuple[float | None, int]]
-) -> list[float]:
-    """Returns all logprobs but the first; ``entries`` holds logprob and id of each token."""
+def checked_rating(
+    source: str,
+    token_ids: Sequence[int],
+    entries: Sequence[tuple[float | None, int]],
+    rows: Sequence[Sequence[tuple[Any, Any]]],
+    num_top: int,
+) -> PromptRating:
+    """Rates all tokens but the first; ``entries`` holds logprob and id of each token.
+
+    ``rows`` hold those of the ``num_top`` different tokens in the place of each rated one.
+    """
     if [token for _, token in entries] != list(token_ids):
         raise ServerError(
             f"{source}: the prompt logprobs must belong to the {len(token_ids)} tokens that were "
@@ -188,13 +195,13 @@ def checked_prompt_logprobs(
         )
     values: list[Any] = [value for value, _ in entries[1:]]
     _require_logprobs(values, f"{source}: prompt logprobs", LOWEST_LOGPROB)
-    return [float(value) for value in values]
+    top = _checked_top_tokens(source, rows, num_top) if num_top else None
+    return PromptRating([float(value) for value in values], top)
 
 
-def checked_top_tokens(
+def _checked_top_tokens(
     source: str, rows: Sequence[Sequence[tuple[Any, Any]]], num_top: int
 ) -> TopTokens:
-    """Returns the ``num_top`` different tokens of each place from ``rows`` of logprobs and ids."""
     wrong = {len(row) for row in rows} - {num_top}
     if wrong:
         raise ServerError(
@@ -286,16 +293,6 @@ def to_number(value: Any) -> float:
         return float(value)
     except (TypeError, ValueError, OverflowError):
         return math.nan
-
-
-def card_of(body: Any, source: str) -> dict[str, Any]:
-    try:
-        card = body["data"][0]
-        if isinstance(card, dict):
-            return card
-    except (LookupError, TypeError):
-        pass
-    raise ServerError(f"{source} must list the served model, got {excerpt(body)}")
 
 
 def first_architecture(config: dict[str, Any]) -> str | None:

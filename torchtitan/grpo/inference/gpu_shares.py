@@ -59,7 +59,8 @@ def share_gpus(
                 f"{group.num_servers}, got {tensor_parallel_size}. Lower it, or lower "
                 f"{group.key}.num_servers or the number of training ranks."
             )
-        shares.append(own[: tensor_parallel_size or _largest_divisor(num_heads or 1, len(own))])
+        sizes = [size for size in range(1, len(own) + 1) if (num_heads or 1) % size == 0]
+        shares.append(own[: tensor_parallel_size or max(sizes)])
     users = Counter(gpu for own in shares for gpu in own)
     found = []
     for group, own in zip(of_servers, shares, strict=True):
@@ -106,7 +107,3 @@ def gpus_of(index: int, num_servers: int, gpus: Sequence[int]) -> tuple[int, ...
     if share == 0:
         return (gpus[index % len(gpus)],)
     return tuple(gpus[index * share : (index + 1) * share])
-
-
-def _largest_divisor(number: int, limit: int) -> int:
-    return max(size for size in range(1, limit + 1) if number % size == 0)

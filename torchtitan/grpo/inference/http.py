@@ -7,6 +7,7 @@ Redirections are not followed: another server would be sent prompts, and perhaps
 """
 
 import asyncio
+import contextlib
 import json
 import logging
 from collections import Counter
@@ -176,11 +177,10 @@ class HttpConnection:
             ) from error
 
     async def close(self) -> None:
-        sessions = {self._session, *self._num_using} - {None}
-        self._session = None
+        sessions, self._session = {self._session, *self._num_using}, None
         for session in sessions:
-            assert session is not None
-            await session.close()
+            if session is not None:
+                await session.close()
 
     @asynccontextmanager
     async def _used_session(self) -> AsyncIterator[aiohttp.ClientSession]:
@@ -232,13 +232,10 @@ class HttpClient(InferenceClient):
                 timeout_seconds=self._request_timeout_seconds,
                 max_bytes=max_bytes,
             )
-        except asyncio.CancelledError:
-            if request_id is not None:
+        except (asyncio.CancelledError, RouteError) as error:
+            was_answered = isinstance(error, RouteError) and error.was_answered
+            if request_id is not None and not was_answered:
                 await asyncio.shield(self._abort_quietly(request_id))
-            raise
-        except RouteError as error:
-            if request_id is not None and error.status is None:
-                await self._abort_quietly(request_id)
             raise
         return answer.body
 
@@ -248,6 +245,16 @@ class HttpClient(InferenceClient):
         except ServerError as error:
             # Only logged, because the caller raises the error that led here.
             logger.warning("Request %s could not be aborted: %s", request_id, error)
+
+    async def _model_card(self) -> dict[str, Any]:
+        """Returns the description of the served model."""
+        answer = await self._http.get("/v1/models", scope="generation")
+        with contextlib.suppress(LookupError, TypeError):
+            if isinstance(card := answer.body["data"][0], dict):
+                return card
+        raise ServerError(
+            f"{self.url}/v1/models must list the served model, got {excerpt(answer.body)}"
+        )
 
     def _joined(self, group_name: str) -> WeightGroupInfo:
         if group_name not in self._groups:

@@ -67,18 +67,14 @@ async def check_server(
         raise wrong_server(client.url, needs, [f"{facts.software}: {p}." for p in problems])
     warnings = [*facts.warnings, *release_warnings(client.url, facts, needs.kind)]
     if needs.is_lent and facts.sleep_frees == "nothing":
-        warnings.append(_sleep_warning(client.url, facts, needs.kind))
+        option = kind_row(needs.kind).sleep_option
+        how = f", and if it is started with {option}" if option else ""
+        warnings.append(
+            f"{client.url} runs {facts.software}, which keeps its weights and its KV cache in memory "
+            "while it sleeps, so that training must find room beside them. It frees them only on a "
+            f"GPU{how} (docs/servers.md)."
+        )
     return facts, warnings
-
-
-def _sleep_warning(url: str, facts: ServerFacts, kind: ServerKind) -> str:
-    option = kind_row(kind).sleep_option
-    how = f", and if it is started with {option}" if option else ""
-    return (
-        f"{url} runs {facts.software}, which keeps its weights and its KV cache in memory while it "
-        f"sleeps, so that training must find room beside them. It frees them only on a GPU{how} "
-        "(docs/servers.md)."
-    )
 
 
 def wrong_server(

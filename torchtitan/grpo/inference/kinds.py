@@ -10,7 +10,7 @@ import importlib
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from torchtitan.grpo.inference.access import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
@@ -29,6 +29,9 @@ IDLE_SECONDS = 3.0
 does after 5 s), because a request on a connection that is just being closed is lost.
 """
 
+KEY_OPTIONS = ("--api-key", "--admin-api-key")
+"""Options of servers with secret keys, which are refused and hidden."""
+
 
 @dataclass(frozen=True)
 class KindRow:
@@ -37,17 +40,15 @@ class KindRow:
     ``client`` is ``module:class`` of the :class:`InferenceClient`, whose module also has a function
     ``launch_command`` from a :class:`ServerSpec` to a :class:`LaunchCommand`. ``environment`` is
     the virtual environment of `scripts/install_<name>.sh`; ``None`` is the trainer's.
-    ``key_options`` with secret keys are refused and hidden. The server sets ``nccl_settings``
-    unless its environment has others. ``known_releases`` are beginnings of tested ones; empty for
-    this project's own server. On a GPU, a server with ``sleep_option`` frees its memory while it
-    sleeps; empty if it needs no option.
+    The server sets ``nccl_settings`` unless its environment has others. ``known_releases`` are
+    beginnings of tested ones; empty for this project's own server. On a GPU, a server with
+    ``sleep_option`` frees its memory while it sleeps; empty if it needs no option.
     """
 
     name: ServerKind
     client: str
     capabilities: Capabilities
     environment: str | None = None
-    key_options: tuple[str, ...] = ("--api-key",)
     nccl_settings: Mapping[str, str] = field(default_factory=dict)
     known_releases: tuple[str, ...] = ()
     sleep_option: str = ""
@@ -68,19 +69,21 @@ class KindRow:
         return importlib.import_module(module).launch_command(spec)
 
 
+# What a server that stages buckets can do: vLLM with room for a second copy of the weights (its client
+# finds out when it joins a group), and the embedded server.
+_STAGING = Capabilities(
+    stops_for="commit",
+    verifies_checksums=True,
+    takes_deltas=True,
+    receives_in_parallel=True,
+    receives_pieces=True,
+)
+
 _ROWS = (
     KindRow(
         name="embedded",
         client="torchtitan.grpo.inference.embedded.client:EmbeddedClient",
-        capabilities=Capabilities(
-            stops_for="nothing",
-            verifies_checksums=True,
-            takes_deltas=True,
-            receives_in_parallel=True,
-            receives_pieces=True,
-            rates_lists=True,
-        ),
-        key_options=("--api-key", "--admin-api-key"),
+        capabilities=replace(_STAGING, stops_for="nothing", rates_lists=True),
     ),
     KindRow(
         name="sglang",
@@ -88,7 +91,6 @@ _ROWS = (
         # Its scheduler loads each bucket before it reads the next request.
         capabilities=Capabilities(stops_for="transfer", rates_lists=True),
         environment=".venv-sglang",
-        key_options=("--api-key", "--admin-api-key"),
         nccl_settings={"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"},
         known_releases=("0.5.20", "0.5.21", "0.5.22", "0.5.23"),
         sleep_option="--enable-memory-saver",
@@ -96,14 +98,7 @@ _ROWS = (
     KindRow(
         name="vllm",
         client="torchtitan.grpo.inference.vllm.client:VLLMClient",
-        # With room for a second copy of the weights; the client finds out when it joins a group.
-        capabilities=Capabilities(
-            stops_for="commit",
-            verifies_checksums=True,
-            takes_deltas=True,
-            receives_in_parallel=True,
-            receives_pieces=True,
-        ),
+        capabilities=_STAGING,
         environment=".venv-vllm",
         known_releases=("0.32", "0.33"),
         sleep_option="--enable-sleep-mode",
@@ -120,9 +115,9 @@ def kind_row(kind: ServerKind) -> KindRow:
     return KINDS[kind]
 
 
-def refuse_keys(kind: ServerKind, arguments: Sequence[str], source: str) -> None:
+def refuse_keys(arguments: Sequence[str], source: str) -> None:
     given = {argument.partition("=")[0] for argument in arguments}
-    if found := sorted(given.intersection(kind_row(kind).key_options)):
+    if found := sorted(given.intersection(KEY_OPTIONS)):
         raise ValueError(
             f"{source} must hold no keys, because every user of the machine can list command lines, "
             f"got {', '.join(found)}. Set {API_KEY_VARIABLE} and {ADMIN_KEY_VARIABLE} in the "

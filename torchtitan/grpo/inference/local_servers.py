@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from torchtitan.grpo.config.cluster import server_groups
 from torchtitan.grpo.inference.access import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
 from torchtitan.grpo.inference.gpu_shares import share_gpus
-from torchtitan.grpo.inference.kinds import KINDS, kind_row
+from torchtitan.grpo.inference.kinds import KEY_OPTIONS, kind_row
 from torchtitan.grpo.inference.server_log import first_causes, last_line, log_tail, remedy
 from torchtitan.grpo.inference.server_spec import LOOPBACK, ServerSpec
 from torchtitan.grpo.inference.urls import url_of
@@ -34,6 +34,13 @@ from torchtitan.grpo.types import ServerKind
 
 if TYPE_CHECKING:
     from torchtitan.grpo.config import Inference, RolloutProcessConfig
+
+# A server has a TMPDIR of its own. Code that torch compiled stays where it is, and precompiled headers,
+# which torch keeps in TMPDIR, are off: each server would compile them anew.
+_TORCH_DEFAULTS = {
+    "TORCHINDUCTOR_CACHE_DIR": f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}",
+    "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0",
+}
 
 
 @dataclass(frozen=True)
@@ -125,13 +132,12 @@ def set_random_keys(inference: "Inference", environ: MutableMapping[str, str]) -
 
 def mask_keys(command: Sequence[str]) -> list[str]:
     """Returns a command line for printing, with ``***`` in place of keys."""
-    secret = {option for row in KINDS.values() for option in row.key_options}
     shown: list[str] = []
     for argument in command:
         option, equals, _ = argument.partition("=")
-        if shown and shown[-1] in secret:
+        if shown and shown[-1] in KEY_OPTIONS:
             argument = "***"
-        elif equals and option in secret:
+        elif equals and option in KEY_OPTIONS:
             argument = f"{option}=***"
         shown.append(argument)
     return shown
@@ -147,6 +153,9 @@ def server_specs(
     if gpus and inference.kind != "embedded":  # that one computes on one GPU
         content = (Path(config.hf_assets_path) / "config.json").read_bytes()
         num_heads = json.loads(content).get("num_attention_heads")
+    max_running = -(-config.rollout.max_concurrent_rollouts // len(ports))
+    if config.rollout.deterministic:
+        max_running = 1  # the last bits of a row's logits depend on the number of rows beside it
     groups = server_groups(config)
     are_lent = [group.is_lent for group in groups for _ in range(group.num_servers)]
     shares = share_gpus(
@@ -169,7 +178,7 @@ def server_specs(
             device=device,
             dtype=inference.dtype,  # `controller.server_dtype` has resolved "auto"
             max_model_len=inference.max_model_len or config.seq_len,
-            max_running_requests=_max_running(config, len(ports)),
+            max_running_requests=max_running,
             # Absolute, like the model's directory; not resolved, because a link to an interpreter
             # belongs to its environment.
             python=os.path.abspath(inference.python) if inference.python else None,
@@ -186,12 +195,6 @@ def server_specs(
         )
         for index, (port, share, is_lent) in enumerate(zip(ports, shares, are_lent, strict=True))
     ]
-
-
-def _max_running(config: "RolloutProcessConfig", num_servers: int) -> int:
-    if config.rollout.deterministic:
-        return 1  # the last bits of a row's logits depend on the number of rows beside it
-    return -(-config.rollout.max_concurrent_rollouts // num_servers)
 
 
 def start_servers(config: "RolloutProcessConfig", ports: Sequence[int]) -> list[LaunchedServer]:
@@ -225,7 +228,7 @@ def start_server(spec: ServerSpec, log_file: Path, *, keep_log: bool = False) ->
         # overlay's `torchtitan` folder.
         process = start_child(
             command,
-            env=_with_temporary_folder(environ, folder),
+            env=_TORCH_DEFAULTS | environ | {"TMPDIR": str(folder)},
             log_file=log_file,
             cwd=str(log_file.parent),
         )
@@ -238,19 +241,6 @@ def start_server(spec: ServerSpec, log_file: Path, *, keep_log: bool = False) ->
             f"{spec.python!r}: {error}.{remedy}"
         ) from error
     return LaunchedServer(spec, process, log_file, folder, log_begin)
-
-
-def _with_temporary_folder(environ: Mapping[str, str], folder: Path) -> dict[str, str]:
-    """Lets temporary files, such as sockets, go to ``folder``, but not code that torch compiled.
-
-    Precompiled headers, which torch keeps in ``TMPDIR``, are off: each server would compile them
-    anew.
-    """
-    torch_defaults = {
-        "TORCHINDUCTOR_CACHE_DIR": f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}",
-        "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0",
-    }
-    return torch_defaults | dict(environ) | {"TMPDIR": str(folder)}
 
 
 def stop_servers(servers: Sequence[LaunchedServer], grace_seconds: float = 3.0) -> None:
@@ -270,7 +260,11 @@ class HeldPorts:
     """
 
     def __init__(self, count: int) -> None:
-        self._sockets = [_bound_socket() for _ in range(count)]
+        self._sockets = [socket.socket(socket.AF_INET, socket.SOCK_STREAM) for _ in range(count)]
+        for holder in self._sockets:
+            # Bound before SO_REUSEADDR is set: with that option, the kernel may choose a port twice.
+            holder.bind((LOOPBACK, 0))
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self.ports: list[int] = [holder.getsockname()[1] for holder in self._sockets]
         if sys.platform != "linux":
             self.close()
@@ -278,20 +272,6 @@ class HeldPorts:
     def close(self) -> None:
         for holder in self._sockets:
             holder.close()
-
-    def __enter__(self) -> "HeldPorts":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-def _bound_socket() -> socket.socket:
-    holder = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    # Bound before SO_REUSEADDR is set: with that option, the kernel may choose a port twice.
-    holder.bind((LOOPBACK, 0))
-    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    return holder
 
 
 def default_device(environ: Mapping[str, str]) -> str:

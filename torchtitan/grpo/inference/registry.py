@@ -130,7 +130,6 @@ class RegisteredServers:
 
     def read(self) -> list[str]:
         """Returns the living servers; raises ValueError if there is none."""
-        self._look()
         return checked_urls(self._living(), self.name)
 
     def poll(self) -> list[str] | None:
@@ -138,14 +137,14 @@ class RegisteredServers:
 
         It is never empty: if all are silent, the run asks those that it has until one answers.
         """
-        self._look()
         living = self._living()
         if not living or living == self._taken:
             return None
         self._taken = living
         return living
 
-    def _look(self) -> None:
+    def _living(self) -> list[str]:
+        """Looks into the folder; returns the servers that were seen to beat within 30 s."""
         now, before, self._beats = self._clock(), self._beats, {}
         for one in self._folder.read():
             if one.kind != self._kind:
@@ -157,9 +156,6 @@ class RegisteredServers:
                 was_there = known is None and self._is_first
                 self._beats[one.url] = one, None if was_there else now
         self._is_first = False
-
-    def _living(self) -> list[str]:
-        now = self._clock()
         return [
             u for u, (_, at) in self._beats.items() if at is not None and now - at <= DEAD_SECONDS
         ]

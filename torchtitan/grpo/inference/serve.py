@@ -89,7 +89,7 @@ def parse_arguments(arguments: list[str]) -> tuple[ServerSpec, str | None]:
         host = options.host or choose_host(options.register, options.interface)
         check_register(options.register, host)
         require_keys(host, os.environ)
-        refuse_keys(options.kind, extra, "Further arguments")
+        refuse_keys(extra, "Further arguments")
         any_port = 0 if options.register is not None else _PORT
         port = open_port(host, any_port if options.port is None else options.port)
         device = choose_device(options.device)

@@ -90,11 +90,8 @@ class _Wait:
                 f"A server must stay up, but it ended early. {self.server.describe_end()}"
             )
         waited = time.monotonic() - self.began
-        if (
-            waited < self.timeout_seconds
-            and self.tell is not None
-            and self.reminders.is_due(waited)
-        ):
+        is_late = waited >= self.timeout_seconds
+        if self.tell is not None and not is_late and self.reminders.is_due(waited):
             self.tell(self._describe(waited))
 
     async def _is_up(self) -> bool:

@@ -14,7 +14,13 @@ from light import LIGHT
 from torchtitan.grpo.config.cluster import ServerGroup
 from torchtitan.grpo.inference import kinds
 from torchtitan.grpo.inference.gpu_shares import GpuShare, gpus_of, share_gpus
-from torchtitan.grpo.inference.kinds import KINDS, kind_row, refuse_keys, take_nccl_setting_of
+from torchtitan.grpo.inference.kinds import (
+    KEY_OPTIONS,
+    KINDS,
+    kind_row,
+    refuse_keys,
+    take_nccl_setting_of,
+)
 from torchtitan.grpo.inference.server_spec import ServerSpec
 from torchtitan.grpo.system.light_start import LIGHT_PYTHON
 
@@ -27,14 +33,14 @@ def test_no_command_line_of_a_server_holds_a_key(kind: str) -> None:
         kind, "/models/tiny", 4321, "cpu", "float32", 256, 16, api_key="secret", admin_key="secret"
     )
     assert "secret" not in " ".join(KINDS[kind].launch_command(spec).arguments)
-    for option in KINDS[kind].key_options:
+    for option in KEY_OPTIONS:
         for arguments in ([option, "secret"], [f"{option}=secret"]):
             with pytest.raises(
                 ValueError, match=f"(?s)got {option}.*TORCHTITAN_GRPO_API_KEY"
             ) as caught:
-                refuse_keys(kind, arguments, "inference.extra_args")
+                refuse_keys(arguments, "inference.extra_args")
             assert "secret" not in str(caught.value)
-    refuse_keys(kind, ["--seed", "7"], "inference.extra_args")
+    refuse_keys(["--seed", "7"], "inference.extra_args")
 
 
 def test_every_folder_of_a_kind_has_a_row_whose_script_exists_and_no_other_kind_has() -> None:

@@ -4,6 +4,7 @@
 """Tests the command lines of servers, and the handling of servers that do not start."""
 
 import asyncio
+import contextlib
 import itertools
 import json
 import re
@@ -190,7 +191,7 @@ def make_config(folder: Path, num_servers: int) -> config.RolloutProcessConfig:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ports are held on Linux alone")
 def test_a_held_port_is_for_who_asks_for_it_by_number_again_and_again() -> None:
-    with HeldPorts(2) as held:
+    with contextlib.closing(HeldPorts(2)) as held:
         assert len(set(held.ports)) == 2
         address = ("127.0.0.1", held.ports[0])
         for _ in range(2):

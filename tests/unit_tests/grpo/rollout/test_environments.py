@@ -267,7 +267,7 @@ async def test_an_environment_that_fails_fails_its_own_completion(open_world, tm
             assert written is None or written.environment_reward is None
             assert spell(world, await world.write()) == WHOLE
             assert world.episodes.metrics()["environment/failed_episodes"] == number
-        assert world.pool.failures == Counter(kinds.values())
+        assert world.pool.limit.failures == Counter(kinds.values())
         # The model goes on where an environment says nothing, and one may crash once.
         assert spell(world, await world.write(what="nothing")) == "12=[1:12]3=45"
         replayed = world.episodes.num_replayed
@@ -306,7 +306,7 @@ async def test_episodes_of_a_killed_process_are_replayed_in_another(open_world):
         assert [spell(world, whole) for whole in wholes] == [WHOLE] * 4
         # Rewards of turns that were read twice count once.
         assert [whole.environment_reward for whole in wholes] == [3.0] * 4
-        assert not world.pool.failures
+        assert not world.pool.limit.failures
 
 
 async def test_a_saved_completion_continues_from_wherever_it_was(open_world):

@@ -225,7 +225,7 @@ async def test_episodes_that_all_fail_end_the_run_and_name_their_environment(
         sums, calls = (session.inputs.environments[name] for name in ("sums", "calls"))
         assert sums.pool is not None and calls.agents is not None
         for limit, key in (
-            (sums.pool, "environments.sums.rollout.environment"),
+            (sums.pool.limit, "environments.sums.rollout.environment"),
             (calls.agents.programs.limit, "environments.calls.agent.function"),
         ):
             with pytest.raises(EnvironmentsFailing, match=f"1 episodes of {key} in a row failed"):

@@ -97,13 +97,9 @@ def _causal(
         # Only memory-efficient attention takes float32, and it has no grouped heads.
         group = query.shape[1] // key.shape[1]
         key, value = (tensor.repeat_interleave(group, dim=1) for tensor in (key, value))
+    grouped = query.shape[1] != key.shape[1]
     return scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        scale=scaling,
-        is_causal=True,
-        enable_gqa=query.shape[1] != key.shape[1],
+        query, key, value, scale=scaling, is_causal=True, enable_gqa=grouped
     )
 
 

@@ -7,8 +7,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from torchtitan.grpo.inference.answers import reading
-from torchtitan.grpo.inference.client import ServerError, SleepFrees
-from torchtitan.grpo.inference.http import Answer, excerpt
+from torchtitan.grpo.inference.client import SleepFrees
 from torchtitan.grpo.inference.server_spec import LaunchCommand, ServerSpec, seed_option
 from torchtitan.grpo.inference.sglang.client import SGLangClient
 from torchtitan.grpo.system.light_start import LIGHT_PYTHON
@@ -34,11 +33,11 @@ class EmbeddedClient(SGLangClient):
         return "memory"
 
     async def sleep(self) -> SleepFrees:
-        await self._occupy("/release_memory_occupation")
+        await self._http.post("/release_memory_occupation", {})
         return "memory"
 
     async def wake(self) -> None:
-        await self._occupy("/resume_memory_occupation")
+        await self._http.post("/resume_memory_occupation", {})
 
     async def leave_weight_groups(self) -> None:
         self._groups.clear()
@@ -66,9 +65,7 @@ class EmbeddedClient(SGLangClient):
         )
 
     async def commit_update(self, version: int) -> float:
-        answer = await self._http.post("/end_weight_update", {"weight_version": str(version)})
-        await self._require_version(version)
-        return swap_seconds(answer, f"{self.url}/end_weight_update")
+        return await self._swap(version, "/end_weight_update", {})
 
     async def served_checksums(self, dtype: str) -> dict[str, int] | None:
         route, body = "/weights_checker", {"action": "checksum"}
@@ -79,19 +76,17 @@ class EmbeddedClient(SGLangClient):
 
     async def update_from_disk(self, path: str, version: int) -> float:
         await self._close_session()
-        route = "/update_weights_from_disk"
-        body = {"model_path": path, "weight_version": str(version)}
-        answer = await self._http.post(route, body, timeout_seconds=self._request_timeout_seconds)
+        patience = self._request_timeout_seconds
+        return await self._swap(
+            version, "/update_weights_from_disk", {"model_path": path}, timeout_seconds=patience
+        )
+
+    async def _swap(self, version: int, route: str, body: dict[str, Any], **options: Any) -> float:
+        body = {**body, "weight_version": str(version)}
+        answer = await self._http.post(route, body, **options)
         await self._require_version(version)
-        return swap_seconds(answer, self.url + route)
-
-
-def swap_seconds(answer: Answer, source: str) -> float:
-    body: Any = answer.body
-    seconds = body.get("swap_seconds") if isinstance(body, dict) else None
-    if not isinstance(seconds, float):
-        raise ServerError(f"{source} must answer swap_seconds, got {excerpt(body)}")
-    return seconds
+        with reading(self.url + route, answer.body, "swap_seconds"):
+            return float(answer.body["swap_seconds"])
 
 
 def launch_command(spec: ServerSpec) -> LaunchCommand:

@@ -152,10 +152,10 @@ class Engine:
 
     def pause(self) -> "Future[None]":
         """Stops generation after the current step. All requests are kept."""
-        return self.run(lambda: self._set_paused(True))
+        return self.run(lambda: setattr(self, "is_paused", True))
 
     def resume(self) -> "Future[None]":
-        return self.run(lambda: self._set_paused(False))
+        return self.run(lambda: setattr(self, "is_paused", False))
 
     def set_version(self, version: str) -> "Future[None]":
         return self.run(lambda: self._set_version(version))
@@ -313,9 +313,6 @@ class Engine:
         self._holes.append(request.row)
         request.row = None
         self._batch = None
-
-    def _set_paused(self, is_paused: bool) -> None:
-        self.is_paused = is_paused
 
     def _set_version(self, version: str) -> None:
         self.version = version

@@ -179,8 +179,7 @@ class ModelRunner:
         with fused_kernels(self.device):
             hidden = self.model.model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
         counts = [len(tokens) - 1 for tokens in sequences]
-        is_real = torch.arange(longest - 1) < torch.tensor(counts).unsqueeze(1)
-        is_real = is_real.to(self.device)
+        is_real = (torch.arange(longest - 1) < torch.tensor(counts).unsqueeze(1)).to(self.device)
         rated = [
             self._rate_positions(part, targets, num_top)
             for part, targets in zip(
@@ -217,8 +216,7 @@ def _call_positions(model: PreTrainedModel) -> int:
 
 
 def _head_dim(config: PreTrainedConfig) -> int:
-    head_dim = getattr(config, "head_dim", None)
-    return head_dim or config.hidden_size // config.num_attention_heads
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def _check_attention(model: PreTrainedModel) -> None:

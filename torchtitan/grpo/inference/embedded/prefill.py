@@ -115,11 +115,8 @@ class PrefillQueue:
         return len(first)
 
     def _budget(self, num_running: int) -> int:
-        next_request = self.cut.requests[0] if self.cut is not None else None
-        if next_request is None and self.waiting:
-            next_request = self.waiting[0]
-        runs_again = next_request is not None and bool(next_request.output_ids)
-        if num_running == 0 or runs_again:
+        first = self.cut.requests[0] if self.cut is not None else next(iter(self.waiting), None)
+        if num_running == 0 or (first is not None and first.output_ids):
             return self._max_prefill_tokens
         return self._step_tokens - num_running
 

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, TypeVar
 
 import msgspec
@@ -160,14 +160,14 @@ class EmbeddedServer:
             raise ValueError(
                 f"rid must be unique among running requests, got {sorted(taken)[:3]} again."
             )
-        ends: list[asyncio.Future[None]] = []
-        for request in requests:
-            ends.append(self._loop.create_future())
-            request.on_end = partial(_note_end, ends[-1])
+        ends = [asyncio.Event() for _ in requests]
+        for request, end in zip(requests, ends, strict=True):
+            request.on_end = end.set
         self._active_ids |= ids
         try:
             await asyncio.wrap_future(self.engine.submit(requests))
-            await asyncio.gather(*ends)
+            for end in ends:
+                await end.wait()
         finally:
             self._active_ids -= ids
             for request in requests:
@@ -338,11 +338,6 @@ def _local_address(http: web.Request) -> str | None:
     return name[0] if isinstance(name, tuple) else None
 
 
-def _note_end(end: "asyncio.Future[None]") -> None:
-    if not end.done():  # it is cancelled if the client has left
-        end.set_result(None)
-
-
 async def _on_thread(function: Callable[[], _T]) -> _T:
     """Runs a blocking call on a daemon thread, which cannot keep the process alive if it hangs."""
     future: Future[_T] = Future()
@@ -383,13 +378,8 @@ class EngineMonitor:
         phase = "paused" if engine.is_paused else "idle" if is_idle else "generating"
         if engine.residence is not Residence.SERVED:
             phase = engine.residence.value
-        facts = {
-            "phase": phase,
-            "version": engine.version,
-            "running": engine.num_running,
-            "waiting": engine.num_waiting,
-        }
-        return Health(problem, facts)
+        counts = {"running": engine.num_running, "waiting": engine.num_waiting}
+        return Health(problem, {"phase": phase, "version": engine.version, **counts})
 
     def metrics(self) -> dict[str, float]:
         engine, load = self._engine, self._engine.load()

@@ -14,7 +14,7 @@ status 400.
 
 import logging
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager
@@ -175,8 +175,11 @@ class WeightUpdater:
                 )
                 if name in pushed or name in self.table.parameters
             }
-        if self._engine.residence is not Residence.SERVED:
-            self._require_all(tensors)
+        is_served = self._engine.residence is Residence.SERVED
+        if not is_served and (missing := self.table.missing(tensors)):
+            raise UpdateError(
+                f"{Residence.EMPTY.refusal} {len(missing)} are missing, such as {missing[:3]}."
+            )
         self.table.wait_prepared()
         swap = self._engine.swap_weights(lambda: self.table.adopt(tensors), version)
         seconds = self._wait(swap)
@@ -190,12 +193,6 @@ class WeightUpdater:
     def _refuse_asleep(self) -> None:
         if self._engine.residence is Residence.ASLEEP:
             raise UpdateError(Residence.ASLEEP.refusal)
-
-    def _require_all(self, names: Collection[str]) -> None:
-        if missing := self.table.missing(names):
-            raise UpdateError(
-                f"{Residence.EMPTY.refusal} {len(missing)} are missing, such as {missing[:3]}."
-            )
 
     def _wait(self, future: "Future[_T]") -> _T:
         """Waits until a call of the engine begins, and then until it ends."""

@@ -11,8 +11,7 @@ from torchtitan.grpo.inference.answers import (
     as_object,
     checked_generation,
     checked_load,
-    checked_prompt_logprobs,
-    checked_top_tokens,
+    checked_rating,
     logit_bias,
     reading,
     to_number,
@@ -25,12 +24,12 @@ from torchtitan.grpo.weight_wire.group_facts import GroupFacts
 
 _REQUIRED_TORCH = {"0.5.20": "2.13.0", "0.5.21": "2.13.0", "0.5.22": "2.14.1", "0.5.23": "2.14.1"}
 """The version of torch that a release's package requires."""
-# Pattern of a checkpoint name, and the names of the fused parameters that may hold the weights.
+# Pattern of a checkpoint name, and the name of the fused parameter that may hold the weights.
 _FUSED = (
-    (re.compile(r"\.(q|k|v)_proj\."), (".qkv_proj.",)),
-    (re.compile(r"\.experts\.\d+\.(gate|up)_proj\.weight$"), (".experts.w13_weight",)),
-    (re.compile(r"\.experts\.\d+\.down_proj\.weight$"), (".experts.w2_weight",)),
-    (re.compile(r"\.(gate|up)_proj\."), (".gate_up_proj.",)),
+    (re.compile(r"\.(q|k|v)_proj\."), ".qkv_proj."),
+    (re.compile(r"\.experts\.\d+\.(gate|up)_proj\.weight$"), ".experts.w13_weight"),
+    (re.compile(r"\.experts\.\d+\.down_proj\.weight$"), ".experts.w2_weight"),
+    (re.compile(r"\.(gate|up)_proj\."), ".gate_up_proj."),
 )
 # A model with tied embeddings holds the output matrix as its embedding.
 _TIED = {"lm_head.weight": "model.embed_tokens.weight"}
@@ -126,8 +125,7 @@ def parse_rating(
                 [(entry[0], entry[1]) for entry in place]
                 for place, _ in zip(places, sent[1:], strict=True)
             ]
-    logprobs = checked_prompt_logprobs(source, sent, entries)
-    return PromptRating(logprobs, checked_top_tokens(source, rows, num_top) if num_top else None)
+    return checked_rating(source, sent, entries, rows, num_top)
 
 
 def parse_loads(source: str, body: Any) -> ServerLoad:
@@ -174,8 +172,7 @@ def checksum_names(body: Any) -> frozenset[str]:
 def _aliases(name: str) -> Iterable[str]:
     yield name
     for pattern, fused in _FUSED:
-        for replacement in fused:
-            if pattern.search(name):
-                yield pattern.sub(replacement, name)
+        if pattern.search(name):
+            yield pattern.sub(fused, name)
     if name in _TIED:
         yield _TIED[name]

@@ -13,7 +13,6 @@ from torchtitan.grpo.inference.answers import (
     UNPUSHED_LABEL,
     UPDATING_LABEL,
     as_object,
-    card_of,
     first_architecture,
     max_answer_bytes,
     max_rating_bytes,
@@ -94,8 +93,7 @@ class SGLangClient(HttpClient):
     async def describe(self, temperature: float) -> ServerFacts:
         identity = await require_kind(self._http, self._KIND)
         info, server = await self._model_info(), await self._server_info()
-        answer = await self._http.get("/v1/models", scope="generation")
-        card = card_of(answer.body, f"{self.url}/v1/models")
+        card = await self._model_card()
         return ServerFacts(
             software=identity.software,
             release=server.get("version"),
@@ -191,13 +189,14 @@ class SGLangClient(HttpClient):
             self._update_marked = False
             await self._mark_updating()
             self._is_asleep = True  # a second time, either request would end the server
-            await self._occupy("/release_memory_occupation")
+            # Without tags, for weights, cache and CUDA graphs, in the right order.
+            await self._http.post("/release_memory_occupation", {})
         return frees
 
     async def wake(self) -> None:
         if await self._sleeps():
             self._is_asleep = None
-            await self._occupy("/resume_memory_occupation")
+            await self._http.post("/resume_memory_occupation", {})
             self._is_asleep = False
         await self.resume()
 
@@ -208,10 +207,6 @@ class SGLangClient(HttpClient):
             if label in (UNPUSHED_LABEL, None):
                 self._is_asleep = False
         return self._is_asleep is not False
-
-    async def _occupy(self, route: str) -> None:
-        # Without tags, for weights, cache and CUDA graphs, in the right order.
-        await self._http.post(route, {})
 
     async def join_weight_group(self, info: WeightGroupInfo) -> None:
         await self._http.post(
@@ -283,22 +278,19 @@ class SGLangClient(HttpClient):
         if bucket.lora_scale is None or bucket.lora_base is None:
             return "flattened_bucket"
         if not self._adds_adapters:
-            await self._require_adapter_hooks()
+            nothing: dict[str, list[str]] = {"names": [], "dtypes": [], "shapes": []}
+            body = {**nothing, "group_name": "", "load_format": PROBE, "flush_cache": False}
+            answer = excerpt((await self._http.post(_RECEIVE_ROUTE, body, accept=(400,))).body)
+            if READY not in answer:
+                raise ServerError(
+                    f"{self.url} must run SGLang with this project's hooks to add adapters to its base "
+                    f"weights, and does not (it answered: {answer}). Start it with "
+                    "scripts/serve_sglang.sh or `torchtitan-grpo serve sglang`, with SGLang 0.5.23, or "
+                    "set lora.push = 'merged'."
+                )
             self._adds_adapters = True
         index, self._num_adapter_buckets = self._num_adapter_buckets, self._num_adapter_buckets + 1
         return AdapterNote(index, is_last, bucket.lora_scale, bucket.lora_base).as_load_format()
-
-    async def _require_adapter_hooks(self) -> None:
-        nothing: dict[str, list[str]] = {"names": [], "dtypes": [], "shapes": []}
-        body = {**nothing, "group_name": "", "load_format": PROBE, "flush_cache": False}
-        answer = await self._http.post(_RECEIVE_ROUTE, body, accept=(400,))
-        if READY not in excerpt(answer.body):
-            raise ServerError(
-                f"{self.url} must run SGLang with this project's hooks to add adapters to its base "
-                f"weights, and does not (it answered: {excerpt(answer.body)}). Start it with "
-                "scripts/serve_sglang.sh or `torchtitan-grpo serve sglang`, with SGLang 0.5.23, or set "
-                "lora.push = 'merged'."
-            )
 
     async def _refuse_unknown_names(self, bucket: BucketSpec, group: WeightGroupInfo) -> None:
         """Raises for names that SGLang ignores with status 200. It finds wrong shapes itself."""

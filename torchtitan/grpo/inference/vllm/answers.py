@@ -10,8 +10,7 @@ from torchtitan.grpo.inference.answers import (
     as_object,
     checked_generation,
     checked_load,
-    checked_prompt_logprobs,
-    checked_top_tokens,
+    checked_rating,
     logit_bias,
     reading,
     to_number,
@@ -119,8 +118,7 @@ def parse_rating(
             [(e["logprob"], int(token)) for token, e in place.items() if e["rank"] <= num_top]
             for place in (places if num_top else ())
         ]
-    logprobs = checked_prompt_logprobs(source, token_ids[start - 1 :], entries)
-    return PromptRating(logprobs, checked_top_tokens(source, rows, num_top) if num_top else None)
+    return checked_rating(source, token_ids[start - 1 :], entries, rows, num_top)
 
 
 def refuses_num_top(error: RouteError) -> bool:

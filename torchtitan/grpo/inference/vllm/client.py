@@ -19,9 +19,9 @@ from typing import Any
 
 from torchtitan.grpo.inference.answers import (
     UPDATING_LABEL,
-    card_of,
     max_answer_bytes,
     max_rating_bytes,
+    reading,
     smallest,
     version_or_none,
 )
@@ -124,14 +124,9 @@ class VLLMClient(HttpClient):
             request = GenerateRequest(name, prompt_ids, max_new_tokens=1)
             body = answers.generate_body(request)
             body["sampling_params"]["allowed_token_ids"] = [token]
-            answer = await self._http.post(
-                answers.GENERATE_ROUTE,
-                body,
-                scope="generation",
-                timeout_seconds=self._request_timeout_seconds,
-            )
-            source = f"{self.url}{answers.GENERATE_ROUTE}"
-            logprobs = answers.parse_logprobs(source, answer.body)
+            route = answers.GENERATE_ROUTE
+            answer = await self._ask_model(route, body, max_answer_bytes(request))
+            logprobs = answers.parse_logprobs(self.url + route, answer)
             if not all(abs(logprob) <= _PROBE_TOLERANCE for logprob in logprobs):  # nor NaN
                 raise LogprobsError(
                     f"{self.url}: with rollout.temperature other than 1, the server must return "
@@ -145,9 +140,7 @@ class VLLMClient(HttpClient):
 
     async def describe(self, temperature: float) -> ServerFacts:
         identity = await require_kind(self._http, "vllm")
-        release = identity.software.removeprefix("vLLM").strip() or None
-        answer = await self._http.get("/v1/models", scope="generation")
-        card = card_of(answer.body, f"{self.url}/v1/models")
+        card = await self._model_card()
         found = await examine(self._http)
         if found.can_generate and temperature not in (0.0, 1.0):
             try:
@@ -158,7 +151,7 @@ class VLLMClient(HttpClient):
             found.problems.append(ALL_OPTIONS)
         return ServerFacts(
             software=identity.software,
-            release=release,
+            release=identity.software.removeprefix("vLLM").strip() or None,
             model_path=card.get("root"),
             vocab_size=found.vocab_size,
             max_model_len=smallest(card.get("max_model_len")),
@@ -171,8 +164,7 @@ class VLLMClient(HttpClient):
         await self._http.get("/health")
 
     async def version(self) -> int | None:
-        answer = await self._http.get("/weight_info")
-        return version_or_none(_field(answer.body, "weight_version", f"{self.url}/weight_info"))
+        return version_or_none(await self._field("weight_version", "GET", "/weight_info"))
 
     async def load(self) -> ServerLoad:
         answer = await self._http.get("/metrics", scope="generation")
@@ -182,8 +174,7 @@ class VLLMClient(HttpClient):
         sizes = []
         for include_dp in ("true", "false"):
             route = f"/get_world_size?include_dp={include_dp}"
-            answer = await self._http.get(route)
-            size = _field(answer.body, "world_size", f"{self.url}{route}")
+            size = await self._field("world_size", "GET", route)
             if not isinstance(size, int):
                 raise ServerError(f"{self.url}{route} must answer a number, got {excerpt(size)}")
             sizes.append(size)
@@ -226,8 +217,7 @@ class VLLMClient(HttpClient):
         return frees
 
     async def wake(self) -> None:
-        answer = await self._http.post("/wake_up")
-        status = _field(answer.body, "status", f"{self.url}/wake_up")
+        status = await self._field("status", "POST", "/wake_up")
         if status != "awake":
             raise ServerError(f"{self.url}/wake_up must answer 'awake', got {excerpt(status)}")
 
@@ -238,14 +228,12 @@ class VLLMClient(HttpClient):
         probe = await self._http.post(
             route, {"init_info": {**body, "probe": True}}, accept=(400, 500)
         )
-        has_room = probe.status == 200
-        if not has_room and NO_ROOM not in excerpt(probe.body):
-            message = f"{self.url}{route} refused to join a weight group: {excerpt(probe.body)}"
-            raise RouteError(message, probe.status)
+        has_room, text = probe.status == 200, excerpt(probe.body)
         if not has_room:
-            logger.warning(
-                "%s is paused while it receives weights: %s", self.url, excerpt(probe.body)
-            )
+            if NO_ROOM not in text:
+                message = f"{self.url}{route} refused to join a weight group: {text}"
+                raise RouteError(message, probe.status)
+            logger.warning("%s is paused while it receives weights: %s", self.url, text)
         self.capabilities = Capabilities(
             stops_for="commit" if has_room else "transfer",
             verifies_checksums=has_room,
@@ -285,13 +273,10 @@ class VLLMClient(HttpClient):
     ) -> None:
         group = self._joined(group_name)
         info = {**asdict(bucket), "group_name": group_name}
-        if self.capabilities.stops_for == "transfer":
-            await self._load_bucket(info, group)
+        if self.capabilities.stops_for != "transfer":
+            sequence = self._next_sequence(group_name)
+            await self._update({"action": "stage", **info, "sequence": sequence})
             return
-        sequence = self._next_sequence(group_name)
-        await self._update({"action": "stage", **info, "sequence": sequence})
-
-    async def _load_bucket(self, info: dict[str, Any], group: WeightGroupInfo) -> None:
         async with self._one_bucket:
             if not self._update_marked:
                 # Lets the server refuse wrong weights while the old ones are still whole.
@@ -320,11 +305,11 @@ class VLLMClient(HttpClient):
         )
         # Running requests are preempted, because their KV cache is of the old weights, too.
         route = "/reset_prefix_cache?reset_running_requests=true"
-        answer = await self._http.post(route)
-        if _field(answer.body, "success", f"{self.url}{route}") is not True:
+        success = await self._field("success", "POST", route)
+        if success is not True:
             raise ServerError(
                 f"{self.url}{route}: the server must drop the caches of the old weights after an "
-                f"update, got {excerpt(answer.body)}"
+                f"update, got success = {excerpt(success)}"
             )
 
     async def update_from_disk(self, path: str, version: int) -> float:
@@ -366,11 +351,11 @@ class VLLMClient(HttpClient):
             self._logprobs_probe.cancel()
         await super().close()
 
-
-def _field(body: Any, name: str, source: str) -> Any:
-    if not isinstance(body, dict) or name not in body:
-        raise ServerError(f"{source} must answer an object with {name}, got {excerpt(body)}")
-    return body[name]
+    async def _field(self, name: str, method: str, route: str) -> Any:
+        """Returns one field of the answer to a request."""
+        body = (await self._http.request(method, route)).body
+        with reading(self.url + route, body, name):
+            return body[name]
 
 
 def launch_command(spec: ServerSpec) -> LaunchCommand:

@@ -58,19 +58,6 @@ class Examined:
 async def examine(http: HttpConnection) -> Examined:
     """Looks for the options of a vLLM server without changing it."""
     found = Examined()
-    await _examine_generation(http, found)
-    if (await http.get("/weight_info", accept=_MISSING)).status != 200:
-        found.problems.append(NO_DEV_MODE)
-    else:
-        if http.has_keys:
-            unasked = await http.get("/weight_info", scope="public", accept=(*_MISSING, 401, 403))
-            if unasked.status == 200:
-                found.warnings.append(NO_GUARD)
-        await _examine_transfer(http, found)
-    return found
-
-
-async def _examine_generation(http: HttpConnection, found: Examined) -> None:
     # Refused before it is generated: the refusal tells the size of the vocabulary.
     bias = {str(_OUTSIDE_VOCABULARY): 1.0}
     sampling = {"max_tokens": 1, "logit_bias": bias, "detokenize": False}
@@ -82,12 +69,17 @@ async def _examine_generation(http: HttpConnection, found: Examined) -> None:
     elif answer.status in (403, 404):
         found.can_generate = False
         found.problems.append(NO_SCALE_OUT)
-
-
-async def _examine_transfer(http: HttpConnection, found: Examined) -> None:
-    # A probe for room joins no group; see the plugin's engine.
-    probe = asdict(WeightGroupInfo("", 0, 0, 0, "", "gloo", 1.0)) | {"probe": True}
-    route = "/init_weight_transfer_engine"
-    answer = await http.post(route, {"init_info": probe}, accept=_REFUSED)
-    if answer.status != 200 and NO_ROOM not in excerpt(answer.body):
-        found.problems.append(f"{NO_TRANSFER} ({route} answered: {excerpt(answer.body)[:200]})")
+    if (await http.get("/weight_info", accept=_MISSING)).status != 200:
+        found.problems.append(NO_DEV_MODE)
+    else:
+        if http.has_keys:
+            unasked = await http.get("/weight_info", scope="public", accept=(*_MISSING, 401, 403))
+            if unasked.status == 200:
+                found.warnings.append(NO_GUARD)
+        # A probe for room joins no group; see the plugin's engine.
+        probe = asdict(WeightGroupInfo("", 0, 0, 0, "", "gloo", 1.0)) | {"probe": True}
+        route = "/init_weight_transfer_engine"
+        answer = await http.post(route, {"init_info": probe}, accept=_REFUSED)
+        if answer.status != 200 and NO_ROOM not in (text := excerpt(answer.body)):
+            found.problems.append(f"{NO_TRANSFER} ({route} answered: {text[:200]})")
+    return found

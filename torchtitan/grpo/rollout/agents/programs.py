@@ -232,29 +232,25 @@ class Functions:
             on_failure=on_failure,
         )
         self._num_workers = agent.workers
-        self._running: dict[WorkerProcess[Ended | Refused], int] = {}
+        self._usable: list[WorkerProcess[Ended | Refused]] = []
         self._starting = asyncio.Lock()
         self._numbers = itertools.count()
 
     async def start(self) -> None:
         """Starts the first worker; the others start when they are first needed."""
-        await self._start_worker()
+        await self._worker()
 
     async def run(self, prompt: Prompt, access: Access) -> Any:
         worker = await self._worker()
         number = next(self._numbers)
-        self._running[worker] += 1
         try:
-            variables = access.variables()
-            reply = await worker.call(Run(number, row_of(prompt), variables))
+            reply = await worker.call(Run(number, row_of(prompt), access.variables()))
         except NotPlainData as error:
             message = not_passed(prompt, prompt.columns, self._key, error)
             raise EnvironmentFailed("column", message) from error
         except asyncio.CancelledError:
             await self._cancel(worker, number)
             raise
-        finally:
-            self._running[worker] -= 1
         if isinstance(reply, Refused):
             raise EnvironmentFailed(reply.kind, f"{self._key}: {reply.message}")
         return reply.result
@@ -277,16 +273,14 @@ class Functions:
             pass
 
     async def _worker(self) -> WorkerProcess[Ended | Refused]:
+        """The worker with the fewest episodes, or a new one while there are too few."""
         async with self._starting:
-            usable = [worker for worker in self._running if not worker.is_lost]
-            if len(usable) < self._num_workers and all(self._running[w] for w in usable):
-                return await self._start_worker()
-            return min(usable, key=lambda worker: self._running[worker])
-
-    async def _start_worker(self) -> WorkerProcess[Ended | Refused]:
-        worker, _ = await self._owner.start(lambda reason: None)
-        self._running = {w: n for w, n in self._running.items() if not w.is_lost or n} | {worker: 0}
-        return worker
+            self._usable = usable = [worker for worker in self._usable if not worker.is_lost]
+            if len(usable) < self._num_workers and all(w.num_pending for w in usable):
+                worker, _ = await self._owner.start()
+                usable.append(worker)
+                return worker
+            return min(usable, key=lambda worker: worker.num_pending)
 
 
 def reward_of(result: Any) -> float | None:

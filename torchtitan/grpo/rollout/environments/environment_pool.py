@@ -75,7 +75,8 @@ class EnvironmentPool:
         assert factory is not None, "rollout.environment must be set"
         self.stop_strings: list[str] = []
         self.timeout_seconds = seconds
-        self._owner = WorkerOwner(
+        # Raises EnvironmentsFailing if too many episodes in a row have failed.
+        self.limit = self._owner = WorkerOwner(
             "torchtitan.grpo.rollout.environments.environment_worker",
             decode_reply,
             LoadEnvironment(factory, rollout.environment_options),
@@ -87,19 +88,15 @@ class EnvironmentPool:
             workers=workers or Workers(),
             on_failure=on_failure,
         )
-        # They raise EnvironmentsFailing if too many episodes in a row have failed.
-        self.record_failure = self._owner.record_failure
-        self.record_success = self._owner.record_success
-        self.failures = self._owner.failures
         self._num_workers = rollout.environment_workers
-        self._workers: set[_Worker] = set()
+        self._usable: list[_Worker] = []
         self._starting = asyncio.Lock()
         self._counter = itertools.count()
         self._closing: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
         """Starts the first worker; the others start when they are first needed."""
-        await self._start_worker()
+        await self._worker()
 
     async def open(self, prompt: Prompt) -> "RemoteEnvironment":
         """Begins an episode; raises as :class:`RemoteEnvironment`.
@@ -120,18 +117,15 @@ class EnvironmentPool:
     async def _worker(self) -> "_Worker":
         """The worker with the fewest episodes, or a new one while there are too few."""
         async with self._starting:
-            usable = [worker for worker in self._workers if worker.is_open]
+            self._usable = usable = [worker for worker in self._usable if worker.is_open]
             if len(usable) < self._num_workers and all(w.episodes for w in usable):
-                return await self._start_worker()
+                worker = _Worker()
+                worker.process, reply = await self._owner.start(worker.ended)
+                assert isinstance(reply, EnvironmentLoaded), f"unexpected reply {reply!r}"
+                self.stop_strings = reply.stop_strings
+                usable.append(worker)
+                return worker
             return min(usable, key=lambda worker: len(worker.episodes))
-
-    async def _start_worker(self) -> "_Worker":
-        worker = _Worker()
-        worker.process, reply = await self._owner.start(worker.ended)
-        assert isinstance(reply, EnvironmentLoaded), f"unexpected reply {reply!r}"
-        self.stop_strings = reply.stop_strings
-        self._workers = {w for w in self._workers if not w.process.is_lost} | {worker}
-        return worker
 
     def close_later(self, remote: "RemoteEnvironment") -> None:
         task = asyncio.create_task(remote.finish())

@@ -136,7 +136,7 @@ class Episodes:
         return Episode(self, prompt)
 
     def metrics(self) -> dict[str, float]:
-        failures = self.pool.failures
+        failures = self.pool.limit.failures
         return {
             "environment/step_seconds": self.step_seconds / max(self.num_steps, 1),
             "environment/own_seconds": self.step_seconds / max(self.num_episodes, 1),
@@ -170,10 +170,10 @@ class Episode:
         except Diverged:
             return Followed(self._restart(), is_over=False)
         except EnvironmentFailed as error:
-            pool.record_failure(error)
+            pool.limit.record_failure(error)
             raise
         if followed.is_over:
-            pool.record_success()
+            pool.limit.record_success()
         return followed
 
     def close(self) -> None:
@@ -306,7 +306,7 @@ class Episode:
                 "New environments that were given the same prompt and the same turns made different "
                 "observations each time.",
             )
-            self._episodes.pool.record_failure(error)
+            self._episodes.pool.limit.record_failure(error)
             raise error
         self._episodes.num_restarts += 1
         self._open_again()
