@@ -53,7 +53,7 @@ def run_case(arguments: dict, case: dict) -> dict:
     return {
         "done": done,
         "metrics": [*metrics, runner.take_metrics()],
-        "microbatch_rows": runner.forwards.microbatch_rows,
+        "microbatch_rows": runner.microbatch_rows,
         "passes": passes[0],
         "different": different,
         "held": sum(len(s.args_recv_info) + len(s._leaving) for s in stages_of_rank),

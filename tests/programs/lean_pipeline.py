@@ -45,7 +45,7 @@ def main(arguments):
         whole = whole or found
         distances.append(max(float((found[n] - g).norm() / g.norm()) for n, g in whole.items()))
         logprobs.append(torch.cat(outputs).tolist() if outputs else None)
-    every = [*runner.schedule.stages, *runner.forwards.schedule.stages]
+    every = [*runner.schedule.stages, *runner.forward_schedule.stages]
     return {
         "inferences": inferences[0],
         "schedule": built.config.parallelism.pipeline_parallel_schedule,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from torchtitan.grpo.pipeline.helix_limits import helix_model_problems, helix_problems
 from torchtitan.grpo.pipeline.schedules import HELIX, SCHEDULES
 from torchtitan.grpo.pipeline.stages import stage_modules
-from torchtitan.grpo.upstream.configuration import JobConfig, Parallelism
+from torchtitan.grpo.upstream.configuration import JobConfig, Parallelism, compiles_model
 
 if TYPE_CHECKING:
     from torchtitan.grpo.models.hf_config import HFModel
@@ -33,7 +33,7 @@ def layout_problems(config: JobConfig) -> Iterator[str]:
             f"training.global_batch_size must be left at -1, got {training.global_batch_size}. The "
             "size of a step is grpo.prompts_per_step * grpo.group_size."
         )
-    if settings.enable_async_tensor_parallel and not _compiles_model(config):
+    if settings.enable_async_tensor_parallel and not compiles_model(config):
         yield "parallelism.enable_async_tensor_parallel needs compile.enable = true."
     if settings.expert_parallel_comm_backend != "standard":
         yield (
@@ -143,14 +143,14 @@ def _pipeline_problems(config: JobConfig) -> Iterator[str]:
     if schedule.divides_layers:
         yield from helix_problems(config)
     backend = config.compile.backend
-    if schedule.is_zero_bubble and _compiles_model(config) and backend != "inductor":
+    if schedule.is_zero_bubble and compiles_model(config) and backend != "inductor":
         yield (
             "compile.backend must be 'inductor' with parallelism.pipeline_parallel_schedule = "
             f"{schedule.name!r}, got {backend!r}: the schedule computes weight gradients later "
             "than those of the inputs, and only inductor's graphs can be cut in this way."
         )
     share = config.grpo.pipeline_offload  # pyright: ignore[reportAttributeAccessIssue]
-    if share != 0 and _compiles_model(config):
+    if share != 0 and compiles_model(config):
         yield (
             f"grpo.pipeline_offload must be 0 with compile.enable, got {share:g}: tensors that a "
             "compiled block saves are not moved. Use 0, or compile.enable = false."
@@ -182,7 +182,7 @@ def _checkpoint_problems(config: JobConfig) -> Iterator[str]:
             "activation_checkpoint.selective_ac_option must be 'op' or a number of layers, got "
             f"{option!r}."
         )
-    if checkpoint.mode == "memory_budget" and not _compiles_model(config):
+    if checkpoint.mode == "memory_budget" and not compiles_model(config):
         yield (
             "activation_checkpoint.mode = 'memory_budget' is a feature of the compiler and needs "
             "compile.enable = true and 'model' in compile.components."
@@ -192,10 +192,6 @@ def _checkpoint_problems(config: JobConfig) -> Iterator[str]:
             "activation_checkpoint.memory_budget must be between 0 (everything is computed again) and "
             f"1 (nothing is), got {checkpoint.memory_budget:g}."
         )
-
-
-def _compiles_model(config: JobConfig) -> bool:
-    return config.compile.enable and "model" in config.compile.components
 
 
 def model_layout_problems(config: JobConfig, model: "HFModel") -> Iterator[str]:
@@ -242,7 +238,7 @@ def _compiled_checkpoint_problems(config: JobConfig, model: "HFModel") -> Iterat
     degree, mode = config.parallelism.tensor_parallel_degree, config.activation_checkpoint.mode
     is_dense = not getattr(model.model_args, "moe_enabled", False)
     is_checkpointed = mode in ("full", "selective")
-    if degree > 1 and is_dense and is_checkpointed and _compiles_model(config):
+    if degree > 1 and is_dense and is_checkpointed and compiles_model(config):
         yield (
             "activation_checkpoint.mode must be 'none' or 'memory_budget' with compile.enable and "
             f"parallelism.tensor_parallel_degree = {degree}, got {mode!r}: torch fails when it "

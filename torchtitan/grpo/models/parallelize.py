@@ -35,7 +35,7 @@ from torchtitan.grpo.models.moe import sum_moe_gradients
 from torchtitan.grpo.models.packed_model import PackedModel, ValueHead
 from torchtitan.grpo.system.device import disable_fsdp_gradient_division, prepare_fsdp_for_gloo
 from torchtitan.grpo.system.dtypes import TORCH_DTYPE_MAP
-from torchtitan.grpo.upstream.configuration import JobConfig
+from torchtitan.grpo.upstream.configuration import JobConfig, compiles_model
 from torchtitan.grpo.upstream.models import (
     apply_ac,
     apply_compile,
@@ -81,10 +81,6 @@ def parallelize(
         apply_compile(model, settings, dims.ep_enabled)
     _apply_data_parallel(model, dims, config)
     return model
-
-
-def compiles_model(config: JobConfig) -> bool:
-    return config.compile.enable and "model" in config.compile.components
 
 
 def _checkpoint_no_profiler_marks() -> None:

@@ -25,7 +25,7 @@ import torch.nn as nn
 
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.packed_attention import HostReach
-from torchtitan.grpo.pipeline.build import helix_schedule, split_model
+from torchtitan.grpo.pipeline.build import AnySchedule, helix_schedule, split_model
 from torchtitan.grpo.pipeline.choice import (
     assumed_costs,
     assumed_part_costs,
@@ -186,9 +186,7 @@ class Trial:
             if is_cuda:
                 torch.cuda.empty_cache()
 
-    def _schedule(
-        self, row: Schedule, stages: list[LeanStage], costs: Costs
-    ) -> TableSchedule | HelixSchedule:
+    def _schedule(self, row: Schedule, stages: list[LeanStage], costs: Costs) -> AnySchedule:
         if row.divides_layers:
             return helix_schedule(self.config, stages, lambda output, _: output.sum(), costs)
         degree = self.config.parallelism.pipeline_parallel_degree
@@ -199,9 +197,7 @@ class Trial:
             lambda output, _: output.sum(),
         )
 
-    def _seconds_of_pass(
-        self, schedule: TableSchedule | HelixSchedule, num_microbatches: int
-    ) -> float:
+    def _seconds_of_pass(self, schedule: AnySchedule, num_microbatches: int) -> float:
         dist.barrier()
         begin = time.perf_counter()
         self._run(schedule, num_microbatches)
@@ -211,7 +207,7 @@ class Trial:
         dist.all_gather_object(of_ranks, time.perf_counter() - begin)
         return max(of_ranks)
 
-    def _run(self, schedule: TableSchedule | HelixSchedule, num_microbatches: int) -> None:
+    def _run(self, schedule: AnySchedule, num_microbatches: int) -> None:
         config = self.config
         shape = (config.parallelism.pipeline_parallel_microbatch_size, config.training.seq_len)
         vocab_size: int = self.model.model_args.vocab_size  # pyright: ignore

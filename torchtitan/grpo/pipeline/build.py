@@ -15,7 +15,7 @@ from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.decoder import hold_output_embedding, is_tied
 from torchtitan.grpo.models.helix import AttentionPart, HelixPart, helix_part
 from torchtitan.grpo.models.packed_model import PackedDecoder
-from torchtitan.grpo.models.parallelize import compiles_model, parallelize
+from torchtitan.grpo.models.parallelize import parallelize
 from torchtitan.grpo.models.split_compile import SplitBackend
 from torchtitan.grpo.models.weight_grads import WeightGradients, defer_experts, defer_linears
 from torchtitan.grpo.pipeline.choice import assumed_costs, assumed_part_costs, costs_for
@@ -33,7 +33,10 @@ from torchtitan.grpo.pipeline.tables.fused import opposite
 from torchtitan.grpo.pipeline.tables.helix import helix
 from torchtitan.grpo.pipeline.tables.rules import forward_only
 from torchtitan.grpo.system.logs import logger
+from torchtitan.grpo.upstream.configuration import compiles_model
 from torchtitan.grpo.upstream.parallelism import ParallelDims, pipeline_module_split
+
+AnySchedule = TableSchedule | HelixSchedule
 
 # Upstream derives the placement of stages from the name of a schedule of torch. For a schedule that
 # torch does not have, the name of a schedule with the same placement is passed.
@@ -74,10 +77,8 @@ def split_model(
     stages, parts = pipeline_module_split(model, mesh, placed_like, device, modules)
     offset = second_offset(len(modules)) if is_second else 0
     store, early_blocks = _store_of(config), num_early_blocks(config)
-    backend = None
-    if store is not None and compiles_model(config):
-        # All stages use one backend, so that they share compiled code.
-        backend = SplitBackend(store)
+    # All stages use one backend, so that they share compiled code.
+    backend = SplitBackend(store) if store is not None and compiles_model(config) else None
     built: list[LeanStage] = []
     for stage, part in zip(stages, parts, strict=True):
         if stage.is_last and is_tied(part):
@@ -133,7 +134,7 @@ def build_schedule(
     stages: list[LeanStage],
     loss: Callable[..., Any],
     measured: Costs | None = None,
-) -> TableSchedule | HelixSchedule:
+) -> AnySchedule:
     """Builds the schedule that trains this rank's stages; ``measured`` None uses typical costs."""
     row, degree = schedule_of(config.parallelism), config.parallelism.pipeline_parallel_degree
     if row.divides_layers:
@@ -142,10 +143,8 @@ def build_schedule(
             f"attention on all of them, by the schedule {row.name}."
         )
         return helix_schedule(config, stages, loss, measured)
-    if measured is None:
-        costs = assumed_costs(config, len(stages))
-    else:
-        costs = costs_for(row, measured, degree)
+    assumed = assumed_costs(config, len(stages))
+    costs = assumed if measured is None else costs_for(row, measured, degree)
     logger.info(
         f"The pipeline has {degree * len(stages)} stages on {degree} ranks and the "
         f"{'zero-bubble ' if row.is_zero_bubble else ''}schedule {row.name}."
@@ -183,9 +182,7 @@ def helix_schedule(
     )
 
 
-def build_forward_schedule(
-    config: JobConfig, stages: list[LeanStage]
-) -> TableSchedule | HelixSchedule:
+def build_forward_schedule(config: JobConfig, stages: list[LeanStage]) -> AnySchedule:
     if schedule_of(config.parallelism).divides_layers:
         return helix_schedule(config, [LeanStage.like(stage) for stage in stages], None)
     num_stages = stages[0].num_stages - stages[0].offset

@@ -4,6 +4,7 @@
 """Chooses the fastest schedules for given times within a bound on memory, and explains the choice."""
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -133,16 +134,10 @@ def describe(
     costs: Costs,
     num_microbatches: int,
 ) -> str:
-    stages = costs.stages
-    times = (
-        f"{1000 * sum(times) / len(stages):.3g}"
-        for times in (
-            [s.forward for s in stages],
-            [s.input_grad for s in stages],
-            [s.weight_grad for s in stages],
-        )
+    each = ((s.forward, s.input_grad, s.weight_grad, s.recompute) for s in costs.stages)
+    *times, recompute = (
+        1000 * statistics.fmean(of_stages) for of_stages in zip(*each, strict=True)
     )
-    recompute = 1000 * sum(s.recompute for s in stages) / len(stages)
     early = f"{recompute:.3g} ms of I can run before the gradient arrives. " if recompute else ""
     predictions = ", ".join(
         f"{name} {1000 * s.makespan:.4g} ms (idle {s.bubble:.1%}, holds {s.peak:g})"
@@ -151,7 +146,7 @@ def describe(
     measured = ", ".join(f"{name} {1000 * took:.4g} ms" for name, took in seconds.items())
     return (
         f"The pipeline uses the schedule {chosen}. F, I and W of a stage take "
-        f"{', '.join(times)} ms on average, and a tensor takes {1000 * costs.hop:.3g} ms from rank "
+        f"{', '.join(f'{time:.3g}' for time in times)} ms on average, and a tensor takes {1000 * costs.hop:.3g} ms from rank "
         f"to rank. {early}Measured with {num_microbatches} microbatches: {measured}. "
         f"Predicted: {predictions}."
     )

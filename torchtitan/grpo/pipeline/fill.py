@@ -160,16 +160,12 @@ class GapFiller:
     """
 
     def __init__(
-        self,
-        jobs: Sequence[FillJob],
-        device: torch.device,
-        clock: DeviceClock | None = None,
-        memory: "DeviceMemory | None" = None,
+        self, jobs: Sequence[FillJob], device: torch.device, clock: DeviceClock | None = None
     ) -> None:
         self.jobs = jobs
         self.figures = FillFigures()
         self._clock = clock or DeviceClock(device)
-        self._memory = memory or DeviceMemory(device)
+        self._memory = DeviceMemory(device)
         self._ready = list(jobs)
         self._warm: set[FillJob] = set()
         self._num_passes = 0

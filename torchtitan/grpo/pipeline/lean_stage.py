@@ -16,6 +16,7 @@ the dtype of the parameters instead of that of the reduction.
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ from torchtitan.grpo.pipeline.fill import GapFiller
 from torchtitan.grpo.pipeline.mail import begun
 from torchtitan.grpo.pipeline.offload import OffloadPlan
 from torchtitan.grpo.pipeline.pass_timer import Part, PassTimer
+from torchtitan.grpo.upstream.configuration import compiles_model
 
 
 def num_early_blocks(config: JobConfig) -> int:
@@ -43,10 +45,9 @@ def num_early_blocks(config: JobConfig) -> int:
     Compiled checkpoints are out, and stages whose parameters are freed after the forward pass: FSDP
     gathers them again only when a gradient arrives.
     """
-    is_compiled = config.compile.enable and "model" in config.compile.components
     is_checkpointed = config.activation_checkpoint.mode in ("full", "selective")
     frees_parameters = config.parallelism.fsdp_reshard_after_forward == "always"
-    if is_compiled or not is_checkpointed or frees_parameters:
+    if compiles_model(config) or not is_checkpointed or frees_parameters:
         return 0
     return config.grpo.recompute_early_blocks
 
@@ -340,7 +341,7 @@ class DeferredStage(LeanStage):
             stage.num_stages,
             stage.device,
             group=stage.group,
-            dw_builder=lambda: self._weight_gradients_of(self._microbatch),
+            dw_builder=lambda: partial(store.run, (self.stage_index, self._microbatch)),
             offset=offset,
         )
         self.store = store
@@ -382,9 +383,6 @@ class DeferredStage(LeanStage):
                 f"the gradients of stage {self.stage_index} are reduced before the gradients of "
                 f"microbatch {microbatch} are complete"
             )
-
-    def _weight_gradients_of(self, microbatch: int) -> Any:
-        return lambda: self.store.run((self.stage_index, microbatch))
 
     def _add_gradient(self, weight: torch.Tensor, gradient: torch.Tensor) -> None:
         """Adds a gradient as autograd and then FSDP2 do."""

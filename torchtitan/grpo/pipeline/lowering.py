@@ -11,7 +11,6 @@ ranks queue exchanges in the order in which the simulator finds their tensors re
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
 
 from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining.schedules import (
@@ -111,20 +110,16 @@ def exchanges(table: Table, simulation: Simulation) -> list[tuple[float, Action,
 def _with_gathers(
     passes: dict[_Action, Action], gaps: Sequence[GapNumbers], *, keeps_all: bool
 ) -> list[_Action | None]:
-    def holder(number: _Action, action: Action) -> int:
+    of_holders: list[_Action | None] = []
+    for number, action in passes.items():
+        # Parameters that two stages share are gathered once, for the trained stage.
         is_shared = action.kind == "G" and gaps[action.microbatch].shares_weights
-        return action.stage if is_shared else number.stage_index
-
-    # Parameters that two stages share are gathered once, for the trained stage.
-    holders = [holder(number, action) for number, action in passes.items()]
-    of_holders = [
-        number._replace(stage_index=stage) for number, stage in zip(passes, holders, strict=True)
-    ]
-    gathered = (
-        _add_unshard_reshard(cast(list[_Action | None], of_holders), len(set(holders)))
-        if gaps or keeps_all
-        else _add_unshard_reshard(cast(list[_Action | None], of_holders))
-    )
+        of_holders.append(number._replace(stage_index=action.stage) if is_shared else number)
+    if gaps or keeps_all:
+        num_holders = len({each.stage_index for each in of_holders if each is not None})
+        gathered = _add_unshard_reshard(of_holders, num_holders)
+    else:
+        gathered = _add_unshard_reshard(of_holders)
     remaining = iter(passes)
     collectives = (UNSHARD, RESHARD)
     return [

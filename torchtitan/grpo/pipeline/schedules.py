@@ -54,9 +54,9 @@ class Schedule:
     name: str
     make_table: Callable[[int, int, Costs], Table]
     stages_per_rank: int
-    allows_more_stages: bool
     placement: Placement
-    is_zero_bubble: bool
+    allows_more_stages: bool = False
+    is_zero_bubble: bool = False
     finishes_each_microbatch: bool = True
     allows_one_stage: bool = False
 
@@ -94,21 +94,9 @@ class Schedule:
         )
 
 
-def _one_stage(
-    name: str,
-    make_table: Callable[[int, int], Table],
-    *,
-    is_zero_bubble: bool = False,
-    finishes_each_microbatch: bool = True,
-) -> Schedule:
+def _one_stage(name: str, make_table: Callable[[int, int], Table], **traits: bool) -> Schedule:
     return Schedule(
-        name,
-        lambda ranks, microbatches, _: make_table(ranks, microbatches),
-        stages_per_rank=1,
-        allows_more_stages=False,
-        placement="loop",
-        is_zero_bubble=is_zero_bubble,
-        finishes_each_microbatch=finishes_each_microbatch,
+        name, lambda ranks, microbatches, _: make_table(ranks, microbatches), 1, "loop", **traits
     )
 
 
@@ -119,21 +107,14 @@ def _interleaved(name: str, *, is_zero_bubble: bool) -> Schedule:
             ranks, microbatches, len(costs.stages) // ranks, splits_backward=is_zero_bubble
         ),
         stages_per_rank=2,
-        allows_more_stages=True,
         placement="loop",
+        allows_more_stages=True,
         is_zero_bubble=is_zero_bubble,
     )
 
 
 def _v(name: str, make_table: Callable[[int, int, Costs], Table]) -> Schedule:
-    return Schedule(
-        name,
-        make_table,
-        stages_per_rank=2,
-        allows_more_stages=False,
-        placement="v",
-        is_zero_bubble=True,
-    )
+    return Schedule(name, make_table, 2, "v", is_zero_bubble=True)
 
 
 _ROWS = (
@@ -147,14 +128,7 @@ _ROWS = (
     _v("VMin", v_family.v_min),
     _v("VHalf", v_family.v_half),
     _v("VZB", v_family.v_zb),
-    Schedule(
-        HELIX,
-        helix,
-        stages_per_rank=0,
-        allows_more_stages=False,
-        placement="helix",
-        is_zero_bubble=False,
-    ),
+    Schedule(HELIX, helix, stages_per_rank=0, placement="helix"),
     # `auto.py` replaces this name with that of another row before a pipeline is built.
     Schedule(
         AUTO,
@@ -162,8 +136,8 @@ _ROWS = (
             ranks, microbatches, costs
         ),
         stages_per_rank=2,
-        allows_more_stages=True,
         placement="v",
+        allows_more_stages=True,
         is_zero_bubble=True,
         allows_one_stage=True,
     ),

@@ -8,7 +8,6 @@ Ranks run their actions in order, each as soon as its inputs have arrived. A tra
 recomputes checkpointed blocks meanwhile, if the costs give a time for the recomputation.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from torchtitan.grpo.pipeline.tables.actions import Action, Costs, Table
@@ -80,25 +79,8 @@ def simulate(table: Table, costs: Costs) -> Simulation:
         spans=tuple(
             ends[actions[-1]] - starts[actions[0]] if actions else 0.0 for actions in table.actions
         ),
-        peaks=tuple(
-            peak_memory(actions, costs, _shared_memory(table, costs)) for actions in table.actions
-        ),
+        peaks=tuple(peak_memory(actions, costs, table) for actions in table.actions),
     )
-
-
-def _shared_memory(table: Table, costs: Costs) -> Callable[[Action], float]:
-    """Returns a function from an action to what it keeps or frees and an earlier stage holds."""
-
-    def shared(action: Action) -> float:
-        size, stage = costs.stages[action.stage].shared, action.stage
-        if size == 0 or stage == 0 or action.kind not in "FIB":
-            return 0.0
-        before = Action(stage - 1, "F", action.microbatch)
-        if table.rank(before) != table.rank(action):
-            return 0.0
-        return size if action.kind == "F" else -size
-
-    return shared
 
 
 def ready_time(action: Action, table: Table, ends: dict[Action, float], hop: float) -> float | None:
@@ -113,19 +95,25 @@ def ready_time(action: Action, table: Table, ends: dict[Action, float], hop: flo
     return ready
 
 
-def peak_memory(
-    actions: tuple[Action, ...],
-    costs: Costs,
-    shared: Callable[[Action], float] = lambda _: 0.0,
-) -> float:
-    """``shared`` is subtracted from an action's change of memory."""
+def peak_memory(actions: tuple[Action, ...], costs: Costs, table: Table) -> float:
     held = peak = 0.0
     for action in actions:
-        change = costs.memory(action) - shared(action)
+        change = costs.memory(action) - _shared(action, costs, table)
         # While an action runs, the memory that it allocates and that it frees are both held.
         peak = max(peak, held + max(change, 0.0))
         held += change
     return peak
+
+
+def _shared(action: Action, costs: Costs, table: Table) -> float:
+    """Returns what an action keeps (frees, if below 0) that an earlier stage holds as well."""
+    size, stage = costs.stages[action.stage].shared, action.stage
+    if size == 0 or stage == 0 or action.kind not in "FIB":
+        return 0.0
+    before = Action(stage - 1, "F", action.microbatch)
+    if table.rank(before) != table.rank(action):
+        return 0.0
+    return size if action.kind == "F" else -size
 
 
 def check_complete(table: Table) -> None:

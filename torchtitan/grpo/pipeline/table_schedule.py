@@ -58,20 +58,6 @@ class GapModel:
     stages: list[GapStage]
     numbers: GapNumbers
 
-    @classmethod
-    def beside(cls, trained: list[LeanStage], stages: list[LeanStage], number: int) -> "GapModel":
-        """Numbers one more model's stages, which must have run; ``number`` counts gap models."""
-        is_trained = stages[0].submod is trained[0].submod
-        numbers = GapNumbers((1 + number) * second_offset(stages[0].num_stages), is_trained)
-        holders = trained if numbers.shares_weights else [None] * len(stages)
-        return cls(
-            [
-                GapStage(stage, numbers.offset, holder)
-                for stage, holder in zip(stages, holders, strict=True)
-            ],
-            numbers,
-        )
-
     def take_outputs(self, microbatches: Iterable[int]) -> list[torch.Tensor]:
         """Removes and returns outputs; none on ranks that do not hold the last stage."""
         last = next((stage for stage in self.stages if stage.is_last), None)
@@ -151,10 +137,14 @@ class TableSchedule(_PipelineScheduleRuntime):
 
         Its stages are placed as the trained ones, and have run in another schedule.
         """
-        model = GapModel.beside(self.stages, stages, 1 + len(self._gap_models))
-        self._gap_models.append(model)
+        is_trained = stages[0].submod is self.stages[0].submod
+        offset = (2 + len(self._gap_models)) * second_offset(stages[0].num_stages)
+        holders = self.stages if is_trained else [None] * len(stages)
+        pairs = zip(stages, holders, strict=True)
+        numbered = [GapStage(stage, offset, holder) for stage, holder in pairs]
+        self._gap_models.append(GapModel(numbered, GapNumbers(offset, is_trained)))
         self._number_stages()
-        return model
+        return self._gap_models[-1]
 
     def run(
         self,
@@ -186,11 +176,8 @@ class TableSchedule(_PipelineScheduleRuntime):
         num_waiting = sum(len(rows.named_inputs) for rows in waiting)
         with self._observed(*self._plan(num_waiting)):
             self._step_microbatches(
-                [*inputs, *(args for rows in in_gaps for args in rows.inputs[: rows.num_done])],
-                [
-                    *named_inputs,
-                    *(n for rows in in_gaps for n in rows.named_inputs[: rows.num_done]),
-                ],
+                [*inputs, *(args for gap in in_gaps for args in gap.inputs[: gap.num_done])],
+                [*named_inputs, *(n for gap in in_gaps for n in gap.named_inputs[: gap.num_done])],
                 None if targets is None else list(targets),
                 return_outputs=returns_outputs,
             )

@@ -101,8 +101,7 @@ def start_child(
 
     Output is appended to ``log_file``, private and limited, or goes where this process's goes.
     """
-    output = open_log(log_file) if log_file is not None else None
-    try:
+    with contextlib.nullcontext() if log_file is None else open_log(log_file) as output:
         child = subprocess.Popen(
             child_command(command, env),
             env=env,
@@ -112,9 +111,6 @@ def start_child(
             stderr=subprocess.STDOUT if output is not None else None,
             start_new_session=True,
         )
-    finally:
-        if output is not None:
-            output.close()
     _own_children.add(child.pid)
     if log_file is not None:
         log_limit.add(child.pid, log_file)

@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torchtitan.grpo.system.groups import leader_address
 from torchtitan.grpo.system.rank_calls import Answer, Call, RankCallFailed, Served, operations_of
 from torchtitan.grpo.system.rank_status import LostRank, Status, StatusBoard
+from torchtitan.grpo.system.waits import wait_at_most
 
 _BEAT_SECONDS = 1.0
 _CONNECT_SECONDS = 60.0
@@ -256,9 +257,7 @@ class RankChannel:
             hearing = asyncio.create_task(self._hear(leader))
         while not self._closing.is_set():
             begin = time.monotonic()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_BEAT_SECONDS):
-                    await self._closing.wait()
+            await wait_at_most(_BEAT_SECONDS, self._closing)
             self._tell_status()
             # If this thread itself was held up, what has arrived meanwhile is heard first.
             if time.monotonic() - begin < 2 * _BEAT_SECONDS:
@@ -285,13 +284,11 @@ class RankChannel:
         if len(self._strangers) > self._backlog:
             self._strangers.pop(0).close()
         status: Status | None = None
-        try:
+        with suppress(Exception):  # whatever a stranger may send
             async with asyncio.timeout(_STRANGER_SECONDS):
                 hello = await stranger.receive(_MAX_HELLO_BYTES)
             if secrets.compare_digest(hello.secret, self._secret):
                 status = hello.status
-        except Exception:  # whatever a stranger may send
-            status = None
         if stranger in self._strangers:
             self._strangers.remove(stranger)
         if status is None or self._is_closing:

@@ -42,7 +42,6 @@ from torchtitan.grpo.losses.loss_metrics import (
 from torchtitan.grpo.models.decoder import ValueAdapter
 from torchtitan.grpo.models.hf_weights import load_hf_weights
 from torchtitan.grpo.models.packed_model import PackedDecoder
-from torchtitan.grpo.models.parallelize import compiles_model
 from torchtitan.grpo.pipeline.build import build_schedule
 from torchtitan.grpo.training.gradient_norm import GradientClipper
 from torchtitan.grpo.training.model_spec import (
@@ -56,6 +55,7 @@ from torchtitan.grpo.training.ranks import rank_role
 from torchtitan.grpo.training.reference import PartsState
 from torchtitan.grpo.training.runner import ForwardJob, ModelRunner
 from torchtitan.grpo.training.stage_runner import PipelineRunner, StageLoss
+from torchtitan.grpo.upstream.configuration import compiles_model
 from torchtitan.grpo.upstream.trainer import LRSchedulersContainer, OptimizersContainer, Trainer
 
 _RECOMPILE_LIMIT = 32
@@ -153,11 +153,8 @@ CRITIC_REDUCTIONS: dict[str, Reduction] = {"critic/loss": "loss", "critic/clip_f
 class CriticLoss:
     """Computes the critic's loss of one minibatch, microbatch by microbatch, and keeps metrics."""
 
-    def __init__(
-        self, targets: ValueTargets, clip: float, scale: float = 1.0, *, is_counted: bool = True
-    ) -> None:
-        self.targets, self.clip, self.scale = targets, clip, scale
-        self.is_counted = is_counted
+    def __init__(self, targets: ValueTargets, clip: float, scale: float, is_counted: bool) -> None:
+        self.targets, self.clip, self.scale, self.is_counted = targets, clip, scale, is_counted
         self._metrics: dict[int, dict[str, Metric]] = {}
 
     def __call__(self, output: torch.Tensor, which: slice) -> torch.Tensor:
@@ -177,26 +174,20 @@ class CriticLoss:
             totals.add(list(self._metrics.values()), self.scale)
 
 
+@dataclass(frozen=True)
 class Critic:
     """The model with its optimizer and learning-rate schedule, which join the checkpoints.
 
     ``is_counted`` is that of a :class:`RankRole`, which goes by the critic's last stage.
     """
 
-    def __init__(
-        self,
-        runner: ModelRunner,
-        parts: list[nn.Module],
-        optimizers: OptimizersContainer,
-        schedulers: LRSchedulersContainer,
-        clipper: GradientClipper,
-        settings: Settings,
-        *,
-        is_counted: bool,
-    ) -> None:
-        self.is_counted = is_counted
-        self.runner, self.parts, self.optimizers = runner, parts, optimizers
-        self.schedulers, self.clipper, self.settings = schedulers, clipper, settings
+    runner: ModelRunner
+    parts: list[nn.Module]
+    optimizers: OptimizersContainer
+    schedulers: LRSchedulersContainer
+    clipper: GradientClipper
+    settings: Settings
+    is_counted: bool
 
     def is_alone(self, step: int) -> bool:
         """Whether only the critic learns in this step (``critic.warmup_steps``)."""
@@ -206,8 +197,7 @@ class Critic:
         return ForwardJob(self.runner, rows)
 
     def loss(self, targets: ValueTargets, scale: float = 1.0) -> CriticLoss:
-        clip = self.settings.value_clip
-        return CriticLoss(targets, clip, scale, is_counted=self.is_counted)
+        return CriticLoss(targets, self.settings.value_clip, scale, self.is_counted)
 
     def new_metrics(self) -> "CriticMetrics":
         return CriticMetrics(float(self.schedulers.schedulers[0].get_last_lr()[0]))
@@ -279,7 +269,7 @@ def build_critic(trainer: Trainer) -> Critic:
     schedulers = spec.build_lr_schedulers_fn(optimizers, config.lr_scheduler, config.training.steps)
     clipper = GradientClipper(parts, dims, config.training.max_norm)
     is_counted = rank_role(dims, has_output=runner.has_output).is_counted
-    return Critic(runner, parts, optimizers, schedulers, clipper, settings, is_counted=is_counted)
+    return Critic(runner, parts, optimizers, schedulers, clipper, settings, is_counted)
 
 
 def _load(parts: Sequence[nn.Module], adapter: ValueAdapter, config: Any) -> None:

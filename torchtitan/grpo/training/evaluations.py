@@ -49,14 +49,14 @@ class Evaluations:
         self._is_on = config.has_servers and bool(evaluation_sets(config.evaluation))
         # The servers' weights must not depend on when they take them: in the foreground every
         # server has taken them before the next step, and deterministic figures are reproducible.
-        is_beside = config.grpo.async_weight_update and not config.rollout.deterministic
+        is_async = config.grpo.async_weight_update
+        self.is_beside_training = is_async and not config.rollout.deterministic
         self._interval = config.evaluation.interval
         self._pins = config.evaluation.pin
         self._longest_pin = config.evaluation.timeout_seconds
         self._pinned_at: float | None = None
         self._must_begin = False  # at the next opportunity, whatever the interval
         self._was_refused = False
-        self.is_beside_training = is_beside
         self.num_left_out = self.num_begun_again = 0
 
     def is_due(self, step: int) -> bool:
@@ -94,7 +94,15 @@ class Evaluations:
         """Records the evaluation if its result is there. Never waits."""
         if self._source.is_evaluating:
             self._record(step, self._source.take_evaluation())
-            self._give_up_if_unpinned()
+            if self._pinned_at is not None and not self._publisher.pinned():
+                self._pinned_at = None
+                self._must_begin = True
+                self.num_begun_again += 1
+                logger.warning(
+                    "No server is left at the weights of the evaluation that is running: it takes "
+                    "new weights again, because no other server takes any, or it has left the run. "
+                    "The evaluation is begun again with newer weights (evaluation/begun_again)."
+                )
             is_late = self._pinned_at is not None and (
                 time.monotonic() - self._pinned_at > self._longest_pin
             )
@@ -125,17 +133,6 @@ class Evaluations:
             self._unpin()
             self._must_begin = False
             self._log(step, result, self.counts())
-
-    def _give_up_if_unpinned(self) -> None:
-        if self._pinned_at is not None and not self._publisher.pinned():
-            self._pinned_at = None
-            self._must_begin = True
-            self.num_begun_again += 1
-            logger.warning(
-                "No server is left at the weights of the evaluation that is running: it takes new "
-                "weights again, because no other server takes any, or it has left the run. The "
-                "evaluation is begun again with newer weights (evaluation/begun_again)."
-            )
 
     def _unpin(self) -> None:
         if self._pinned_at is not None:

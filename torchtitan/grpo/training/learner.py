@@ -216,8 +216,7 @@ class Learner:
         self, batch: TrainBatch, step: int, of_critic: CriticMetrics | None
     ) -> list[Minibatch]:
         self.enter("forward and backward")
-        is_alone = self._is_critic_alone(step)
-        return self.scorer.score(batch, of_critic, is_critic_alone=is_alone)
+        return self.scorer.score(batch, of_critic, is_critic_alone=self._is_critic_alone(step))
 
     def _are_rewards_refused(self, step: int, tables: Sequence[SampleTable]) -> bool:
         are_equal = all(samples.are_rewards_equal for samples in tables)

@@ -127,10 +127,6 @@ def build_loan(trainer: Trainer, feed: Feed, scorer: Scorer) -> Loan:
     if critic is not None:
         parts += critic.parts
         optimizers += critic.optimizers.optimizers
-    room = Room(
-        parts,
-        optimizers,
-        device_memory(trainer.device),
-        offloads=config.optimizer.offload_while_lent,
-    )
+    offloads = config.optimizer.offload_while_lent
+    room = Room(parts, optimizers, device_memory(trainer.device), offloads=offloads)
     return Loan(feed, room, trainer.checkpointer.maybe_wait_for_staging)

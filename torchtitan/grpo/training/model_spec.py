@@ -23,7 +23,7 @@ from torchtitan.grpo.models.hf_weights import check_hf_weights, load_hf_weights
 from torchtitan.grpo.models.lora import add_adapters
 from torchtitan.grpo.models.moe import prepare_moe_for_cpu
 from torchtitan.grpo.models.packed_model import PackedDecoder, ScoringSettings
-from torchtitan.grpo.models.parallelize import compiles_model, parallelize
+from torchtitan.grpo.models.parallelize import parallelize
 from torchtitan.grpo.models.shards import named_parameters
 from torchtitan.grpo.observe.metrics_processor import GRPOMetricsProcessor
 from torchtitan.grpo.pipeline.auto import resolve_schedule
@@ -37,6 +37,7 @@ from torchtitan.grpo.training.optimizers import build_optimizers
 from torchtitan.grpo.training.reference import Reference
 from torchtitan.grpo.training.runner import ModelRunner, WholeModelRunner
 from torchtitan.grpo.training.stage_runner import PipelineForwardRunner, PipelineRunner, StageLoss
+from torchtitan.grpo.upstream.configuration import compiles_model
 from torchtitan.grpo.upstream.models import qwen3_train_spec
 from torchtitan.grpo.upstream.parallelism import ParallelDims
 from torchtitan.grpo.upstream.state_dict import BaseStateDictAdapter
@@ -137,7 +138,7 @@ def build_reference(trainer: Trainer) -> Reference:
     config: Any = trainer.job_config
     settings = config.grpo
     check_reference(config)
-    dims, spec = trainer.parallel_dims, trainer.train_spec
+    spec = trainer.train_spec
     assert spec.state_dict_adapter is not None
     stages, parts = build_beside(trainer, lambda: spec.model_cls(trainer.model_args))
     for part in parts:
@@ -146,17 +147,11 @@ def build_reference(trainer: Trainer) -> Reference:
     key = "grpo.ref_model_path" if settings.ref_model_path else "model.hf_assets_path"
     adapter = spec.state_dict_adapter(trainer.model_args, path)
     load_hf_weights(parts, adapter, path, setting=key)
-    if dims.pp_enabled:
-        runner = PipelineForwardRunner(stages, config)
-    else:
-        runner = whole_model_runner(parts[0], config)
-    return Reference(
-        runner,
-        parts,
-        trainer.device,
-        ema=settings.ref_model_ema,
-        offload=settings.ref_model_offload,
+    runner = (
+        PipelineForwardRunner(stages, config) if stages else whole_model_runner(parts[0], config)
     )
+    ema, offload = settings.ref_model_ema, settings.ref_model_offload
+    return Reference(runner, parts, trainer.device, ema=ema, offload=offload)
 
 
 def build_beside(

@@ -13,7 +13,7 @@ in bfloat16, so that numbers depend on the layout, and refuses the three-dimensi
 experts.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import torch
@@ -91,17 +91,12 @@ class Muon(torch.optim.Optimizer):
                 )
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Takes one step. Collective over the meshes of the parameters."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     self._step(parameter, group)
-        return loss
 
     def _step(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
         gradient = parameter.grad

@@ -13,9 +13,8 @@ import torch.distributed as dist
 from torchtitan.grpo.data.feed import Feed
 from torchtitan.grpo.data.rows import TrainRows
 from torchtitan.grpo.job_config import JobConfig
-from torchtitan.grpo.pipeline.build import build_forward_schedule
+from torchtitan.grpo.pipeline.build import AnySchedule, build_forward_schedule
 from torchtitan.grpo.pipeline.fill import FillJob, GapFiller
-from torchtitan.grpo.pipeline.helix_schedule import HelixSchedule
 from torchtitan.grpo.pipeline.lean_stage import DeferredStage, LeanStage
 from torchtitan.grpo.pipeline.stages import trains_together
 from torchtitan.grpo.pipeline.table_schedule import GapModel, GapRows, TableSchedule
@@ -52,14 +51,15 @@ class PipelineForwardRunner(ForwardRunner):
         self.microbatch_rows = config.parallelism.pipeline_parallel_microbatch_size
         self.has_input = any(stage.is_first for stage in stages)
         self.has_output = any(stage.is_last for stage in stages)
-        self.schedule = build_forward_schedule(config, stages)
+        self.forward_schedule = build_forward_schedule(config, stages)
         # Other schedules have no gaps for the passes of another model.
-        self.stages = self.schedule.stages if isinstance(self.schedule, TableSchedule) else ()
+        has_gaps = isinstance(self.forward_schedule, TableSchedule)
+        self.stages = self.forward_schedule.stages if has_gaps else ()
 
     @torch.no_grad()
     def forward(self, rows: TrainRows) -> torch.Tensor | None:
         parts = rows.microbatches(self.microbatch_rows)
-        outputs = self.schedule.run(
+        outputs = self.forward_schedule.run(
             self.inputs_of(parts), [model_inputs(part) for part in parts], returns_outputs=True
         )
         return torch.cat(outputs) if self.has_output else None
@@ -67,33 +67,25 @@ class PipelineForwardRunner(ForwardRunner):
     def to_all(self, output: torch.Tensor | None, rows: TrainRows) -> torch.Tensor:
         if output is None:
             output = torch.empty(rows.tokens.shape, device=rows.tokens.device)
-        output, group = output.contiguous(), self.schedule.stages[0].group
-        dist.broadcast(output, group=group, group_src=self.schedule.rank_of_output)
+        output, schedule = output.contiguous(), self.forward_schedule
+        group = schedule.stages[0].group
+        dist.broadcast(output, group=group, group_src=schedule.rank_of_output)
         return output
 
     def inputs_of(self, parts: list[TrainRows]) -> list[tuple[torch.Tensor, ...]]:
         return [(part.tokens,) if self.has_input else () for part in parts]
 
 
-class PipelineRunner(ModelRunner):
+class PipelineRunner(PipelineForwardRunner, ModelRunner):
     """Trains stages on one sequence of microbatches, so the pipeline is filled once."""
 
-    def __init__(
-        self, schedule: TableSchedule | HelixSchedule, stage_loss: StageLoss, config: JobConfig
-    ) -> None:
+    def __init__(self, schedule: AnySchedule, stage_loss: StageLoss, config: JobConfig) -> None:
+        super().__init__(schedule.stages, config)
         self.schedule, self.stage_loss = schedule, stage_loss
         self._trains_together = trains_together(config)
-        self.forwards = PipelineForwardRunner(schedule.stages, config)
-        self.has_output, self.stages = self.forwards.has_output, self.forwards.stages
         self._gap_models: dict[LeanStage, GapModel] = {}
         self._fill_metrics: dict[str, float] = {}
         self._filler: GapFiller | None = None
-
-    def forward(self, rows: TrainRows) -> torch.Tensor | None:
-        return self.forwards.forward(rows)
-
-    def to_all(self, output: torch.Tensor | None, rows: TrainRows) -> torch.Tensor:
-        return self.forwards.to_all(output, rows)
 
     def forward_backward(
         self,
@@ -119,12 +111,12 @@ class PipelineRunner(ModelRunner):
     ) -> None:
         """Trains this runner's model and that of ``other`` in one pass."""
         runners = [self] if other is None else [self, other]
-        parts = rows.microbatches(self.forwards.microbatch_rows)
+        parts = rows.microbatches(self.microbatch_rows)
         # On the CPU, because the loss reads the values: reading a device would block.
-        numbers = torch.arange(rows.num_rows).split(self.forwards.microbatch_rows)
+        numbers = torch.arange(rows.num_rows).split(self.microbatch_rows)
         jobs = [job for job in waiting if not job.is_done and _has_run(job)]
         in_gaps = [self._gap_rows(job) for job in jobs]
-        has_input = any(runner.forwards.has_input for runner in runners)
+        has_input = any(runner.has_input for runner in runners)
         beside: Any = None if other is None else other.schedule
         self.schedule.run(
             [(part.tokens,) if has_input else () for part in parts],
@@ -134,7 +126,7 @@ class PipelineRunner(ModelRunner):
             beside=beside,
         )
         for job, gap_rows in zip(jobs, in_gaps, strict=True):
-            job.add(gap_rows.num_done * self.forwards.microbatch_rows, gap_rows.outputs)
+            job.add(gap_rows.num_done * self.microbatch_rows, gap_rows.outputs)
 
     def _finish(self) -> None:
         self.stage_loss.loss = None
@@ -175,10 +167,10 @@ class PipelineRunner(ModelRunner):
         assert isinstance(self.schedule, TableSchedule)
         if first not in self._gap_models:
             self._gap_models[first] = self.schedule.add_gap_model(list(job.runner.stages))
-        parts = job.waiting.microbatches(self.forwards.microbatch_rows)
+        parts = job.waiting.microbatches(self.microbatch_rows)
         return GapRows(
             self._gap_models[first],
-            self.forwards.inputs_of(parts),
+            self.inputs_of(parts),
             [model_inputs(part) for part in parts],
         )
 

@@ -205,11 +205,10 @@ class Scorer:
                 minibatches = [rows.with_advantages(advantages) for rows in minibatches]
             else:
                 minibatches = self._taught(minibatches, batch.samples, advantages, self.teacher)
+        whole = zip(minibatches, old, ref, targets, strict=True)
         return [
-            Minibatch(rows, old_job, ref_job, self, of_values)
-            for rows, old_job, ref_job, of_values in zip(
-                minibatches, old, ref, targets, strict=True
-            )
+            Minibatch(rows, of_old, of_ref, self, of_values)
+            for rows, of_old, of_ref, of_values in whole
         ]
 
     def _valued(
@@ -332,12 +331,10 @@ class Scorer:
 
 
 def _teacher_kl(rows: TrainRows, teacher: Teacher) -> torch.Tensor:
-    if "teacher_logprobs" not in rows.columns:
-        return torch.zeros_like(rows.generator_logprobs)
-    ratings = rows.columns["teacher_logprobs"]
-    return sampled_reverse_kl(
-        rows.generator_logprobs, ratings, rows.loss_mask, teacher.max_divergence
-    )
+    generator, ratings = rows.generator_logprobs, rows.columns.get("teacher_logprobs")
+    if ratings is None:
+        return torch.zeros_like(generator)
+    return sampled_reverse_kl(generator, ratings, rows.loss_mask, teacher.max_divergence)
 
 
 def _logprobs(job: ForwardJob | None) -> torch.Tensor | None:

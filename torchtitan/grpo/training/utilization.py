@@ -48,9 +48,8 @@ class Utilization:
         self._peak = num_ranks * peak_flops
         grpo = config.grpo
         further = scores_old_policy(grpo) + (grpo.kl_coef > 0)
-        trained = _TRAINING_FROZEN if config.lora.rank else _TRAINING
         self._num_epochs, self._num_forward = grpo.num_epochs, further * _FORWARD
-        self._weight_passes = trained
+        self._weight_passes = _TRAINING_FROZEN if config.lora.rank else _TRAINING
         self._has_critic = config.has_critic
         self._flops = 0.0
 

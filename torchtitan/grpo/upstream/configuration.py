@@ -10,6 +10,10 @@ from torchtitan.config import job_config
 from torchtitan.config.job_config import JobConfig, LRScheduler, Parallelism, Profiling
 
 
+def compiles_model(config: JobConfig) -> bool:
+    return config.compile.enable and "model" in config.compile.components
+
+
 def merged_tables(ours: type, custom: type) -> type:
     """Returns a configuration with the tables of both, as ``job.custom_config_module`` wants it."""
     # Not above: ``--help`` reads the tables without torch, which this import needs.

@@ -19,6 +19,7 @@ from torchtitan.grpo.weight_wire.adapter_names import (
     FACTORS,
     PEFT_PREFIX,
     factor_of,
+    is_adapter,
     served_weight_of,
 )
 from torchtitan.grpo.weight_wire.model_files import WeightFiles
@@ -31,11 +32,7 @@ def is_of_adapters(bucket: BucketSpec) -> bool:
         return False
     if bucket.num_changed is not None:
         raise ValueError("Adapters must be sent whole, got a delta. Set weight_sync.delta = false.")
-    wrong = [
-        name
-        for name in bucket.names
-        if not (name.startswith(PEFT_PREFIX) and name.endswith(FACTORS))
-    ]
+    wrong = [n for n in bucket.names if not (n.startswith(PEFT_PREFIX) and is_adapter(n))]
     if wrong:
         raise ValueError(
             f"Names beside a lora_scale must be PEFT's, {PEFT_PREFIX}<module>{FACTORS[0]} or "

@@ -7,14 +7,11 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from torchtitan.grpo.system.dtypes import TORCH_DTYPE_MAP
 from torchtitan.grpo.weight_wire.sparse import delta_bytes
 from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec
 
-WIRE_DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
+WIRE_DTYPES = TORCH_DTYPE_MAP
 """Dtypes in which weights may be sent, by their names in messages."""
 
 # In bytes. Vector instructions are slow on tensors that begin elsewhere.

@@ -88,11 +88,7 @@ def facts_from_json(body: Any) -> GroupFacts:
     settings = body.get("settings")
     values = settings if isinstance(settings, Mapping) else {}
     is_known = all(isinstance(values.get(name), str) for name in NCCL_SETTINGS)
-    texts = {
-        name: body[name]
-        for name in ("device", "torch", "nccl", "gpu")
-        if isinstance(body.get(name), str)
-    }
+    texts = {n: body[n] for n in ("device", "torch", "nccl", "gpu") if isinstance(body.get(n), str)}
     known = {name: values[name] for name in NCCL_SETTINGS} if is_known else None
     return GroupFacts(**texts, settings=known)
 

@@ -169,7 +169,7 @@ class WeightFiles:
             held_in = self._indexed[name].name
             hint = f"{INDEX_FILE} says that {held_in} holds it. Download the model again."
         elif other := next(
-            (other for other in self._found if _differ_in_prefix(name, other)), None
+            (o for o in self._found if name.endswith(f".{o}") or o.endswith(f".{name}")), None
         ):
             hint = f"They hold {other} instead: save the model with the names of transformers."
         elif name == OUTPUT:
@@ -262,7 +262,3 @@ def _modules_around(name: str) -> Iterator[str]:
     """Yields the module of a tensor, and those around it, from within."""
     while name := name.rpartition(".")[0]:
         yield name
-
-
-def _differ_in_prefix(name: str, other: str) -> bool:
-    return name.endswith(f".{other}") or other.endswith(f".{name}")

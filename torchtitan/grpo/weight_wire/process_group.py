@@ -61,13 +61,8 @@ def create_weight_group(
     timeout = timedelta(seconds=info.timeout_seconds)
     if store is None:
         store = dist.TCPStore(
-            info.master_address,
-            info.master_port,
-            info.world_size,
-            is_master=False,
-            timeout=timeout,
+            info.master_address, info.master_port, info.world_size, is_master=False, timeout=timeout
         )
-    assert store is not None
     store.set_timeout(timeout)
     backend, environment = info.backend, nullcontext()
     options: dict[str, Any] = {"timeout": timeout}

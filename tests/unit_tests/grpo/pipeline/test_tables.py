@@ -155,7 +155,7 @@ def test_a_repeated_block_never_runs_two_passes_at_once_and_holds_what_is_counte
     # Long enough that a rank holds as many microbatches as it ever will.
     table, costs = v_family.repeated(block, degree, 12 * degree), Costs.uniform(degree, 2)
     simulate(table, costs)
-    peaks = [peak_memory(of_rank, costs) for of_rank in table.actions]
+    peaks = [peak_memory(of_rank, costs, table) for of_rank in table.actions]
     assert 2 * max(peaks) == v_family.held(block, degree)
 
 

@@ -42,12 +42,6 @@ _ORDERS: tuple[Order, ...] = (
 )
 
 
-def ranks_of_parts(num_ranks: int, num_parts: int, offset: int = 0) -> tuple[int, ...]:
-    """Returns the rank of each part; for attention, that of microbatch 0."""
-    layers = (divmod(part, 2) for part in range(num_parts))
-    return tuple((layer + offset * is_attention) % num_ranks for layer, is_attention in layers)
-
-
 def helix(
     num_ranks: int, num_microbatches: int, costs: Costs, *, is_forward_only: bool = False
 ) -> Table:
@@ -103,13 +97,14 @@ class _Ranks:
         return self.now, self._table(tuple(tuple(order) for order in self.orders))
 
     def _table(self, actions: tuple[tuple[Action, ...], ...]) -> Table:
-        num_parts = len(self.costs.stages)
+        # For attention, the rank is that of microbatch 0.
+        parts = [divmod(part, 2) for part in range(len(self.costs.stages))]
         return Table(
-            ranks_of_parts(self.num_ranks, num_parts, self.offset),
+            tuple((layer + self.offset * attends) % self.num_ranks for layer, attends in parts),
             self.num_microbatches,
             actions,
             self.is_forward_only,
-            shifts=tuple(self.shift * (part % 2) for part in range(num_parts)),
+            shifts=tuple(self.shift * attends for _, attends in parts),
         )
 
     def _admit(self) -> None:
