@@ -94,7 +94,10 @@ def read_run(folder: Path) -> Measured:
         num_ranks=environment["num_ranks"], num_servers=len(servers), num_steps=len(used),
         samples_per_second=samples / (seconds := _mean(used, "time/step_seconds")),
         waited=_mean(used, "time/wait_data_seconds") / seconds,
-        waits={w: _median(used, f"rollout/wait_{w}_fraction") for w in ("rewards", "episodes")},
+        waits={
+            "rewards": _median(used, "rollout/wait_rewards_fraction"),
+            "episodes": _median(used, "rollout/wait_episodes_fraction"),
+        },
         cores=0 if environment.get("devices", True) else os.cpu_count() or 1,
     )  # fmt: skip
 

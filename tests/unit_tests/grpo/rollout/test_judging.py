@@ -157,12 +157,12 @@ def test_completions_without_a_reward_are_counted_by_cause(value, kept):
 
 class FailingToScore(GivenRewards):
     async def score(self, prompt: Prompt, generations: Sequence[Generation]) -> list[Rollout]:
-        raise ScoringFailed("postponed", "The judge is away.")
+        raise ScoringFailed(PROMPT, "postponed", "The judge is away.")
 
 
 class FailingToAccept(GivenRewards):
     async def accepted(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        raise ScoringFailed("raised", "should_accept raised.")
+        raise ScoringFailed(PROMPT, "raised", "should_accept raised.")
 
 
 GIVEN_UP: dict[str, tuple[Scorer, int, int, dict[str, float]]] = {
