@@ -57,7 +57,8 @@ class WatchedTrainer(GRPOTrainer):
             self.optimizers = OptimizersContainer(self.model_parts, torch.optim.SGD, sgd)
             self.learner = replace(self.learner, optimizers=self.optimizers)
             if (critic := self.learner.critic) is not None:
-                critic.optimizers = OptimizersContainer(critic.parts, torch.optim.SGD, sgd)
+                own = OptimizersContainer(critic.parts, torch.optim.SGD, sgd)
+                self.learner = replace(self.learner, critic=replace(critic, optimizers=own))
         step, self.optimizers.step = self.optimizers.step, self._watched_step
         self._optimizer_step = step
 

@@ -368,8 +368,9 @@ def main() -> int:
     parser.add_argument("--inject", choices=("fence", "slot"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     arguments.publishes = arguments.publishes or (2000 if arguments.all else 500)
-    with tempfile.TemporaryDirectory() as folder, HeldPorts(NUM_SERVERS) as held:
-        stress = Stress(arguments, Path(folder), held.ports)
+    held = contextlib.closing(HeldPorts(NUM_SERVERS))
+    with tempfile.TemporaryDirectory() as folder, held as ports:
+        stress = Stress(arguments, Path(folder), ports.ports)
         try:
             result = asyncio.run(stress.run())
         finally:

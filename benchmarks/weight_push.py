@@ -73,7 +73,7 @@ def running_server(
     kind: ServerKind, python: str, model: Path, folder: Path
 ) -> Iterator[LaunchedServer]:
     """Yields one server that is up, and ends it."""
-    with HeldPorts(1) as held:
+    with contextlib.closing(HeldPorts(1)) as held:
         (port,) = held.ports
         spec = ServerSpec(kind, str(model), port, "cpu", "float32", MAX_MODEL_LEN, 4, python=python)
         server = start_server(spec, folder / f"{kind}.log")
