@@ -99,9 +99,19 @@ def test_servers_of_rows_are_planned_as_lent_or_not(repository, monkeypatch, cap
         (["--inference.max_batched_tokens=200"], ["stream"], ["  rollout.max_concurrent"]),
         ([], [], ["reward."]),
         (["--reward-seconds=0.3", SLOW], ["num_workers = 2", "concurrency = 2"], []),
-        (["--reward-seconds=0.3", f"{SLOW},judge"], ["num_workers = 2", "concurrency = 2"], []),
+        pytest.param(
+            ["--reward-seconds=0.3", f"{SLOW},judge"],
+            ["num_workers = 2", "concurrency = 2"],
+            [],
+            marks=pytest.mark.long,
+        ),
         (["--reward-seconds=0.3", "--reward.functions=judge"], ["concurrency = 128"], []),
-        (["--reward-seconds=0.3", "--reward.functions=agent"], ["concurrency = 128"], []),
+        pytest.param(
+            ["--reward-seconds=0.3", "--reward.functions=agent"],
+            ["concurrency = 128"],
+            [],
+            marks=pytest.mark.long,
+        ),
         (["--reward-seconds=0.3", f"{SLOW}_async"], ["concurrency = 128"], []),
         (
             ["--reward-seconds=0.3", "--reward.num_workers=3", "--reward.concurrency=5"],
@@ -303,7 +313,7 @@ def own_figures(out: str) -> tuple[float, float]:
     return float(found[0]), float(found[1])
 
 
-@pytest.mark.parametrize("stalls", [0.0, 0.2, 2.0])
+@pytest.mark.parametrize("stalls", [pytest.param(0.0, marks=pytest.mark.long), 0.2, 2.0])
 def test_what_the_run_had_is_told_first_and_is_the_least_error(
     run_of, repository, monkeypatch, capsys, stalls: float
 ) -> None:
