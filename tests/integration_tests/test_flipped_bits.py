@@ -101,7 +101,8 @@ def read_log(file: Path) -> int:
     try:
         copy = Path(shutil.copy(file, file.with_name(f"copy-{file.name}")))
         RunLog(copy, 100).close()
-        lines = copy.read_bytes().splitlines(keepends=True)
+        # A log that holds no record is removed.
+        lines = copy.read_bytes().splitlines(keepends=True) if copy.exists() else []
         kept = len(list(read_records(copy, lines, are_metrics=file.stem == "metrics")))
     finally:
         root.removeHandler(handler)
