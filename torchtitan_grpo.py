@@ -30,7 +30,7 @@ def main() -> None:
     starts_run = sys.argv[1:2] in (["train"], ["sft"])
     signal.signal(signal.SIGINT, end_at_start if starts_run else signal.SIG_DFL)
     _light_start().install_bare_package()
-    from torchtitan.grpo.cli import main as run
+    from torchtitan.grpo.commands.cli import main as run
 
     run()
 

@@ -31,14 +31,14 @@ settle_device()
 import numpy as np
 import torch.distributed as dist
 
+from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.data.planner import PlannedPart, StepPlanner
 from torchtitan.grpo.data.step_source import StepSource
-from torchtitan.grpo.entry import leave, run
-from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel
 from torchtitan.grpo.observe.profiling import StepClock
 from torchtitan.grpo.observe.sample_log import SampleLog
 from torchtitan.grpo.rollout.rollout_metrics import group_metrics
+from torchtitan.grpo.start.entry import leave, run
 from torchtitan.grpo.system.rank_channel import RankChannel
 from torchtitan.grpo.system.stop import StopRequest
 from torchtitan.grpo.types import PromptProgress, Rollout, RolloutGroup, ServerInfo, VersionSegment

@@ -33,9 +33,9 @@ from random_models import make_model
 from ranks import run_ranks
 
 from torchtitan.grpo.pipeline.schedules import SCHEDULES
-from torchtitan.grpo.pipeline.simulate import simulate
 from torchtitan.grpo.pipeline.tables.actions import Costs, StageCosts
 from torchtitan.grpo.pipeline.tables.helix import helix, part_costs
+from torchtitan.grpo.pipeline.tables.simulate import simulate
 
 TOKENS = 65536
 RANKS = (2, 4)

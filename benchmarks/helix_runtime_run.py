@@ -24,10 +24,10 @@ from torchtitan.grpo.models.weight_grads import WeightGradients, defer_linears
 from torchtitan.grpo.pipeline.helix_schedule import HelixSchedule
 from torchtitan.grpo.pipeline.lean_stage import EarlyRecompute, LeanStage
 from torchtitan.grpo.pipeline.schedules import SCHEDULES
-from torchtitan.grpo.pipeline.simulate import simulate
 from torchtitan.grpo.pipeline.table_schedule import TableSchedule
 from torchtitan.grpo.pipeline.tables.actions import Costs, StageCosts
 from torchtitan.grpo.pipeline.tables.helix import helix
+from torchtitan.grpo.pipeline.tables.simulate import simulate
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "programs"))
 

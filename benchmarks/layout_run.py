@@ -26,13 +26,13 @@ import torch
 import torch.distributed as dist
 
 from torchtitan.grpo.config_checks import check_model
-from torchtitan.grpo.config_manager import load_config
-from torchtitan.grpo.entry import leave
+from torchtitan.grpo.config_checks.load import load_config
 from torchtitan.grpo.losses.objective import batch_loss_metrics
 from torchtitan.grpo.models.hf_config import read_hf_model
 from torchtitan.grpo.models.hf_weights import full_hf_tensors
 from torchtitan.grpo.models.shards import named_parameters
 from torchtitan.grpo.observe.console import init_console
+from torchtitan.grpo.start.entry import leave
 from torchtitan.grpo.system.rank_channel import RankChannel
 from torchtitan.grpo.system.stop import StopRequest
 from torchtitan.grpo.upstream.trainer import OptimizersContainer

@@ -40,8 +40,8 @@ from helix import PartTimes, best_helix
 from ranks import run_ranks
 
 from torchtitan.grpo.pipeline.schedules import AUTO, LAYER_SCHEDULES, SCHEDULES
-from torchtitan.grpo.pipeline.simulate import Simulation, simulate
 from torchtitan.grpo.pipeline.tables.actions import Action, Costs, StageCosts, Table
+from torchtitan.grpo.pipeline.tables.simulate import Simulation, simulate
 
 LAYERS, DIM, FFN, HEAD_DIM = 32, 4096, 11008, 128
 TOKENS = (32768, 65536, 131072)

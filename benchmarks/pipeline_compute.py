@@ -23,8 +23,8 @@ from random_models import make_model
 from ranks import run_ranks
 
 from torchtitan.grpo.pipeline.schedules import AUTO, LAYER_SCHEDULES, SCHEDULES
-from torchtitan.grpo.pipeline.simulate import simulate
 from torchtitan.grpo.pipeline.tables.actions import Costs, StageCosts
+from torchtitan.grpo.pipeline.tables.simulate import simulate
 
 RANKS = 2
 SEQ_LEN, REPLAYED_SEQ_LEN = 128, 512

@@ -31,9 +31,9 @@ from typing import Any
 from ranks import run_ranks
 
 from torchtitan.grpo.pipeline.schedules import AUTO, LAYER_SCHEDULES, SCHEDULES
-from torchtitan.grpo.pipeline.simulate import simulate
 from torchtitan.grpo.pipeline.tables.actions import Costs
 from torchtitan.grpo.pipeline.tables.gaps import idle_before
+from torchtitan.grpo.pipeline.tables.simulate import simulate
 
 RATIOS = ((1.0, 1.0, 1.0), (1.0, 2.0, 0.8))
 DEGREES = (2, 4, 8)

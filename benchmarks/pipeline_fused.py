@@ -25,9 +25,9 @@ from typing import Any
 from ranks import run_ranks
 
 from torchtitan.grpo.pipeline.schedules import SCHEDULES
-from torchtitan.grpo.pipeline.simulate import simulate
 from torchtitan.grpo.pipeline.tables.actions import Costs
 from torchtitan.grpo.pipeline.tables.fused import simulate_fused
+from torchtitan.grpo.pipeline.tables.simulate import simulate
 
 NUM_RANKS = 4
 JOB = {

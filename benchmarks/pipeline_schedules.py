@@ -39,8 +39,8 @@ from typing import Any
 from pipeline_compute import compare_passes, compare_processor_times
 from ranks import run_ranks
 
+from torchtitan.grpo.commands.schedule import try_all
 from torchtitan.grpo.pipeline.draw import draw_picture
-from torchtitan.grpo.pipeline.schedule_command import try_all
 
 RATIOS = ((1.0, 1.0, 1.0), (3.0, 4.0, 2.0), (1.0, 2.0, 0.5))
 DEGREES = (2, 4, 8, 16)

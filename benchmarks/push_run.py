@@ -28,12 +28,12 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from torchtitan.grpo.config_checks import check_model
-from torchtitan.grpo.config_manager import load_config
-from torchtitan.grpo.entry import leave
+from torchtitan.grpo.config_checks.load import load_config
 from torchtitan.grpo.models.hf_config import read_hf_model
 from torchtitan.grpo.models.hf_weights import full_hf_tensors
 from torchtitan.grpo.models.shards import local_tensor, named_parameters
 from torchtitan.grpo.observe.console import init_console
+from torchtitan.grpo.start.entry import leave
 from torchtitan.grpo.system.rank_channel import RankChannel
 from torchtitan.grpo.system.stop import StopRequest
 from torchtitan.grpo.types import ServerInfo

@@ -32,7 +32,7 @@ settle_device()
 import psutil
 
 from torchtitan.grpo.data.feed import TrainBatch
-from torchtitan.grpo.entry import leave, run
+from torchtitan.grpo.start.entry import leave, run
 from torchtitan.grpo_train import GRPOTrainer
 
 _OUT = Path(sys.argv[1])

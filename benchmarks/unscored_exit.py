@@ -32,7 +32,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from torchtitan.grpo.config import GRPO, Reward, Rollout
-from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.losses.advantages import compute_advantages
 from torchtitan.grpo.rewards.scoring_pool import RewardPool
 from torchtitan.grpo.rollout.judging import GroupJudge, Rules, Unusable

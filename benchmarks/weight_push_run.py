@@ -23,10 +23,10 @@ import torch
 import torch.distributed as dist
 from boundary_run import CannedRollouts
 
-from torchtitan.grpo.entry import leave, run
+from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.inference.kinds import make_client
-from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel
+from torchtitan.grpo.start.entry import leave, run
 from torchtitan.grpo.system.rank_channel import RankChannel
 from torchtitan.grpo.system.stop import StopRequest
 from torchtitan.grpo_train import GRPOTrainer

@@ -80,7 +80,7 @@ train_and_verify() {
     "$PYTHON" -m torch.distributed.run --rdzv-backend torchtitan_grpo --nproc_per_node="$ranks" -m torchtitan.grpo_train \
         --job.config_file train_configs/verify.toml --job.dump_folder "$DUMP_FOLDER" --job.overwrite \
         --training.mixed_precision_param "$DTYPE" --model.hf_assets_path "$MODEL" --inference.kind "$SERVER" --inference.urls "$URL" "$@"
-    "$PYTHON" -m torchtitan.grpo.verify --kind "$SERVER" --url "$URL" --run "$DUMP_FOLDER" \
+    "$PYTHON" -m torchtitan.grpo.commands.verify --kind "$SERVER" --url "$URL" --run "$DUMP_FOLDER" \
         --prompts assets/reverse_digits/heldout.jsonl --tolerance "$tolerance"
     echo "verified: $SERVER serves the trainer's weights"
 }

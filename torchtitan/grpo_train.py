@@ -24,19 +24,19 @@ settle_device()
 
 import torch.distributed as dist
 
-from torchtitan.grpo import checkpoint
-from torchtitan.grpo.checkpoint_manager import GRPOCheckpointManager, adopt
+from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.controller import open_step_source
 from torchtitan.grpo.data.feed import Feed, Signal, TrainBatch
 from torchtitan.grpo.data.step_source import StepSource
-from torchtitan.grpo.entry import leave, run
-from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel
 from torchtitan.grpo.observe.metrics_processor import GRPOMetricsProcessor
 from torchtitan.grpo.observe.profiling import StepClock, profilers
 from torchtitan.grpo.observe.report import RunOutcome
+from torchtitan.grpo.resume import checkpoint
+from torchtitan.grpo.resume.checkpoint_manager import GRPOCheckpointManager, adopt
 from torchtitan.grpo.run_folder.replacing import Removal
 from torchtitan.grpo.run_folder.start_record import record_start
+from torchtitan.grpo.start.entry import leave, run
 from torchtitan.grpo.system.logs import logger
 from torchtitan.grpo.system.rank_channel import RankChannel
 from torchtitan.grpo.system.stop import StopRequest

@@ -15,9 +15,9 @@ from check_gpu.owner import Owner
 from check_gpu.report import NOTE, lines_of, machine, summary, table
 from check_gpu.row import Row
 from check_gpu.table import CHECKS, Check
-from torchtitan.grpo import strict_json
-from torchtitan.grpo.command_line import ConfigError
+from torchtitan.grpo.config.command_line import ConfigError
 from torchtitan.grpo.run_folder.start_record import COMMIT_VARIABLE, source_commit
+from torchtitan.grpo.system import strict_json
 
 
 def main(arguments: list[str], checks: Sequence[Check] = CHECKS) -> int:

@@ -19,8 +19,8 @@ from pathlib import Path
 from check_gpu.child import NO_GPU_STATUS
 from check_gpu.row import Row, RowsFile
 from check_gpu.table import Check
-from torchtitan.grpo import strict_json
-from torchtitan.grpo.command_line import ConfigError
+from torchtitan.grpo.config.command_line import ConfigError
+from torchtitan.grpo.system import strict_json
 from torchtitan.grpo.system.child import start_child, stop_children
 from torchtitan.grpo.system.light_start import LIGHT_PYTHON
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from torchtitan.grpo import strict_json
+from torchtitan.grpo.system import strict_json
 
 Status = Literal["passed", "failed", "measured", "skipped", "cut", "two GPUs"]
 

@@ -24,7 +24,7 @@ from check_gpu.parts import (
     wait_for_end_of_leaves,
 )
 from check_gpu.row import Row, Settings, judged
-from torchtitan.grpo.lost_rank import dump_flight_recorder
+from torchtitan.grpo.start.lost_rank import dump_flight_recorder
 from torchtitan.grpo.weight_sync.transports.group_end import GroupEnd, GroupSettings
 from torchtitan.grpo.weight_wire.device_broadcast import DeviceBroadcast
 

@@ -29,11 +29,11 @@ from torch.optim.optimizer import (
 )
 from work import Ledger, Shape
 
-from torchtitan.grpo.config_manager import load_config
+from torchtitan.grpo.config.job_config import JobConfig
+from torchtitan.grpo.config_checks.load import load_config
 from torchtitan.grpo.data.feed import Feed, TrainBatch
 from torchtitan.grpo.data.rows import Sample, build_rows
 from torchtitan.grpo.data.step_plan import SampleTable
-from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel, read_hf_model
 from torchtitan.grpo.system.dtypes import TORCH_DTYPE_MAP
 from torchtitan.grpo.training.gradient_norm import GradientClipper

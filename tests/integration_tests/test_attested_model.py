@@ -16,7 +16,14 @@ import torch
 from build_model import Built, build
 from stub_clients import StubClient
 
-from torchtitan.grpo.attestation import (
+from torchtitan.grpo.inference.embedded.model import ModelRunner, load_model
+from torchtitan.grpo.inference.embedded.weights import WeightTable
+from torchtitan.grpo.models.hf_weights import full_hf_tensors
+from torchtitan.grpo.models.shards import local_tensor
+from torchtitan.grpo.system.device import settle_device
+from torchtitan.grpo.training.policy_probe import PolicyProbe
+from torchtitan.grpo.training.runner import WholeModelRunner
+from torchtitan.grpo.weight_sync.attestation import (
     Attestation,
     AttestationFailed,
     Probes,
@@ -25,13 +32,6 @@ from torchtitan.grpo.attestation import (
     attested_tokens,
     tolerances_of,
 )
-from torchtitan.grpo.inference.embedded.model import ModelRunner, load_model
-from torchtitan.grpo.inference.embedded.weights import WeightTable
-from torchtitan.grpo.models.hf_weights import full_hf_tensors
-from torchtitan.grpo.models.shards import local_tensor
-from torchtitan.grpo.system.device import settle_device
-from torchtitan.grpo.training.policy_probe import PolicyProbe
-from torchtitan.grpo.training.runner import WholeModelRunner
 from torchtitan.grpo.weight_wire.checksum import tensor_checksum
 
 Tensors = dict[str, torch.Tensor]

@@ -11,7 +11,7 @@ from metric_page import undescribed
 from safetensors.torch import load_file
 from server_kinds import LONG, python_of
 
-from torchtitan.grpo import cli
+from torchtitan.grpo.commands import cli
 from torchtitan.grpo.inference.access import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
 
 HELDOUT = "assets/reverse_digits/heldout.jsonl"

@@ -14,19 +14,19 @@ import msgspec
 import pytest
 import torch.distributed.checkpoint as dcp
 
-from torchtitan.grpo.checkpoint import progress_from
+from torchtitan.grpo.commands.verify import check_run
 from torchtitan.grpo.data.record import RecordReader
 from torchtitan.grpo.data.replay import check_batch
-from torchtitan.grpo.errors import DataError
 from torchtitan.grpo.models.hf_config import ModelError, read_hf_model
 from torchtitan.grpo.observe.run_log import RunLog, read_records
+from torchtitan.grpo.resume.checkpoint import progress_from
 from torchtitan.grpo.resume.checkpoint_files import quick_problem
 from torchtitan.grpo.rollout.codec import pack
 from torchtitan.grpo.rollout.saved import SavedRolloutsError, check_saved, read_saved
 from torchtitan.grpo.run_folder.launch import is_restart
+from torchtitan.grpo.system.errors import DataError
 from torchtitan.grpo.system.files import damaged_files
 from torchtitan.grpo.types import PromptProgress
-from torchtitan.grpo.verify import check_run
 from torchtitan.grpo.weight_wire.model_folder import require_undamaged
 
 TEMPERATURE = 0.8  # of the quickstart's configuration

@@ -31,9 +31,9 @@ def test_the_wheel_is_an_overlay(repository, tmp_path):
     program = f"import sys; sys.path.insert(0, {str(tmp_path / 'site')!r}); import torchtitan_grpo as t; print(t.__file__); t.main()"
     result = subprocess.run(
         [sys.executable, "-c", program, "check-gpu", "--list"],
-        capture_output=True, text=True, check=True, timeout=120, cwd=tmp_path,
+        capture_output=True, text=True, timeout=120, cwd=tmp_path,
     )  # fmt: skip
-    assert result.stdout.startswith(str(tmp_path / "site")) and "parity" in result.stdout
+    assert result.returncode == 2 and "needs a clone of the repository" in result.stderr
     assets = repository / "assets/reverse_digits"
     result = subprocess.run(
         [sys.executable, "-c", program, "init", f"{assets}/model", f"{assets}/train.jsonl"],

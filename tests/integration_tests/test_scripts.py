@@ -88,7 +88,7 @@ def test_verification_fails_where_the_server_has_other_weights(make_run, reposit
     server = fork_server.start_server(spec, run.folder / "other.log")
     try:
         command = [
-            *(sys.executable, "-m", "torchtitan.grpo.verify", "--kind", "embedded"),
+            *(sys.executable, "-m", "torchtitan.grpo.commands.verify", "--kind", "embedded"),
             *("--url", server.url, "--run", str(run.folder), "--synchronous", "--wait", "60"),
             *("--prompts", str(repository / "assets/reverse_digits/heldout.jsonl")),
         ]

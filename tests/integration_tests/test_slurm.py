@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from server_kinds import held_port
 
-from torchtitan.grpo.command_line.reading import read_config
+from torchtitan.grpo.config.command_line.reading import read_config
 from torchtitan.grpo.start.node import parse as parse_node
 
 JOB_ID = "4321"

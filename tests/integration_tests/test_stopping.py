@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from torchtitan.grpo.errors import FOLDER_LOST
 from torchtitan.grpo.rollout.saved import file_of, read_saved
+from torchtitan.grpo.system.errors import FOLDER_LOST
 
 SMALL = ("--grpo.prompts_per_step=2", "--evaluation.num_prompts=4", "--training.steps=1000")
 CHECKPOINT = (

@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from varlen_kernel import use_dense_varlen
 
-from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.models.decoder import is_tied
 from torchtitan.grpo.models.hf_config import HFModel, read_hf_model
 from torchtitan.grpo.models.hf_weights import load_hf_weights

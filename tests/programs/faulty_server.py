@@ -13,10 +13,10 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
-from torchtitan.grpo.attestation import Attestation, Probes, Tolerances
 from torchtitan.grpo.config import WeightSync
 from torchtitan.grpo.inference.client import Capabilities
 from torchtitan.grpo.inference.http import RouteError
+from torchtitan.grpo.weight_sync.attestation import Attestation, Probes, Tolerances
 from torchtitan.grpo.weight_sync.lane import Lane, LaneState, Listeners
 from torchtitan.grpo.weight_sync.slots import SlotTable
 from torchtitan.grpo.weight_sync.transports.group_transport import GroupConnection

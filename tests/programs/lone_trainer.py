@@ -20,7 +20,7 @@ from torchtitan.grpo.system.device import settle_device
 
 settle_device()
 
-from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import read_hf_model
 from torchtitan.grpo.models.hf_weights import full_hf_tensors, load_hf_weights
 from torchtitan.grpo.system.rank_channel import RankChannel

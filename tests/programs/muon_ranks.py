@@ -8,7 +8,7 @@ from build_model import build_stages
 from safetensors.torch import load_file, save_file
 from sharded_model import picked_sum, rows_of, runner_of, whole
 
-from torchtitan.grpo.job_config import Optimizer
+from torchtitan.grpo.config.job_config import Optimizer
 from torchtitan.grpo.models.shards import named_parameters
 from torchtitan.grpo.training.optimizers import build_optimizers
 

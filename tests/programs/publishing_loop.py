@@ -30,12 +30,12 @@ from build_model import Built, build
 from loop_sampler import Sampler
 from tagged import VOCAB_SIZE, TaggedModel, factor
 
-from torchtitan.grpo.attestation import attested_tokens
-from torchtitan.grpo.entry import leave
 from torchtitan.grpo.models.hf_weights import hf_meta
 from torchtitan.grpo.models.shards import local_tensor, named_parameters
+from torchtitan.grpo.start.entry import leave
 from torchtitan.grpo.system.rank_channel import RankChannel
 from torchtitan.grpo.types import ServerInfo
+from torchtitan.grpo.weight_sync.attestation import attested_tokens
 from torchtitan.grpo.weight_sync.build import build_publisher
 from torchtitan.grpo.weight_sync.publisher import WeightPublisher
 

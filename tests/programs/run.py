@@ -25,6 +25,6 @@ def main() -> int:
 
 if __name__ == "__main__":
     settle_device()
-    from torchtitan.grpo.entry import leave
+    from torchtitan.grpo.start.entry import leave
 
     leave(main)

@@ -10,9 +10,9 @@ from torch.distributed.pipelining import PipelineStage
 from torchtitan.grpo.models.weight_grads import WeightGradients, defer_linears
 from torchtitan.grpo.pipeline.lean_stage import DeferredStage
 from torchtitan.grpo.pipeline.schedules import SCHEDULES
-from torchtitan.grpo.pipeline.simulate import simulate
 from torchtitan.grpo.pipeline.table_schedule import TableSchedule
 from torchtitan.grpo.pipeline.tables.actions import Costs, StageCosts
+from torchtitan.grpo.pipeline.tables.simulate import simulate
 
 DIM, TOKENS, LAYERS = 16, 32, 16
 

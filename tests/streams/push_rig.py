@@ -25,12 +25,12 @@ import torch.distributed as dist
 from recorded import Channel, Group
 from recorder import Recorder
 
-from torchtitan.grpo.attestation import Attestation, Probes, Tolerances
 from torchtitan.grpo.config import WeightSync
 from torchtitan.grpo.inference.client import Capabilities, InferenceClient, ServerError
 from torchtitan.grpo.inference.vllm.updates import UpdateRequest, WorkerUpdates
 from torchtitan.grpo.models.shards import Assembly, Block, Piece
 from torchtitan.grpo.types import ServerInfo
+from torchtitan.grpo.weight_sync.attestation import Attestation, Probes, Tolerances
 from torchtitan.grpo.weight_sync.gather import Agent, Gatherer
 from torchtitan.grpo.weight_sync.lane import Listeners
 from torchtitan.grpo.weight_sync.leader import Leader, LeaderParts

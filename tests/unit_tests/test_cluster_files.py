@@ -17,7 +17,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from torchtitan.grpo.command_line.reading import read_config
+from torchtitan.grpo.config.command_line.reading import read_config
 from torchtitan.grpo.config_checks.servers import check_inference
 from torchtitan.grpo.inference.serve import parse_arguments
 from torchtitan.grpo.start.node import parse as parse_node

@@ -6,8 +6,8 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torchtitan.grpo.errors import RunError
     from torchtitan.grpo.start.from_python import Run, run
+    from torchtitan.grpo.system.errors import RunError
 
 __all__ = ["Run", "RunError", "run"]
 
@@ -16,7 +16,7 @@ def __getattr__(name: str) -> Any:
     """Imports what is public when it is asked for: every process of a run imports this package."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from torchtitan.grpo import errors
     from torchtitan.grpo.start import from_python
+    from torchtitan.grpo.system import errors
 
     return getattr(errors if name == "RunError" else from_python, name)

@@ -70,6 +70,7 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from torchtitan.grpo.config import RolloutProcessConfig
+from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.config_checks import warnings_of
 from torchtitan.grpo.data.feed import FetchAddress
 from torchtitan.grpo.data.planner import PlannedPart
@@ -79,7 +80,6 @@ from torchtitan.grpo.data.step_source import StepSource
 from torchtitan.grpo.data.supervised import SupervisedSource
 from torchtitan.grpo.inference.client import ServerError
 from torchtitan.grpo.inference.local_servers import set_random_keys
-from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel
 from torchtitan.grpo.observe.run_log import RunLog
 from torchtitan.grpo.rollout.drops import run_summary

@@ -15,7 +15,7 @@ from check_gpu import command, owner
 from check_gpu.row import RowsFile
 from check_gpu.table import Check
 
-from torchtitan.grpo import cli
+from torchtitan.grpo.commands import cli
 
 BENCHMARKS = Path(command.__file__).resolve().parents[1]
 

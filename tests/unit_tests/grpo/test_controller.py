@@ -9,10 +9,10 @@ from typing import Any
 
 from bare_process import BARE, LENDING, run_instead
 
+from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.controller import RolloutController
 from torchtitan.grpo.data.planner import PlannedPart
 from torchtitan.grpo.inference.access import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
-from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import read_hf_model
 from torchtitan.grpo.types import PromptProgress
 

@@ -8,7 +8,7 @@ import tomllib
 from pathlib import Path
 
 from torchtitan.grpo import config
-from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.config.job_config import JobConfig
 
 
 def test_the_pages_made_from_the_code_say_what_it_says(repository):

@@ -6,11 +6,11 @@
 import pytest
 
 from torchtitan.grpo import controller
+from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.controller import process_config, server_dtype
-from torchtitan.grpo.dry_run import describe_plan
 from torchtitan.grpo.inference.local_servers import server_command, server_specs
-from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import read_hf_model
+from torchtitan.grpo.start.dry_run import describe_plan
 from torchtitan.grpo.types import PromptProgress
 
 

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from safetensors.torch import load_file, save_file
 
-from torchtitan.grpo import entry
+from torchtitan.grpo.start import entry
 
 WEIGHTS = "model.safetensors"
 REWARDS = """

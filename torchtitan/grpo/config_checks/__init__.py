@@ -6,6 +6,7 @@
 from collections.abc import Callable
 
 from torchtitan.grpo.config.environments import environments_of
+from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.config_checks import (
     critic,
     environments,
@@ -25,7 +26,6 @@ from torchtitan.grpo.config_checks.rollouts import length_warnings, longest_sequ
 from torchtitan.grpo.config_checks.rules import ConfigError
 from torchtitan.grpo.config_checks.servers import unused_server_settings
 from torchtitan.grpo.config_checks.trainer import check_model
-from torchtitan.grpo.job_config import JobConfig
 
 __all__ = ["ConfigError", "check_model", "longest_sequence", "validate", "warnings_of"]
 

@@ -6,8 +6,8 @@
 import functools
 from pathlib import Path
 
+from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.config_checks.rules import forbid, require
-from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hub import is_hub_name
 
 _SETTING = 'grpo.advantage = "gae"'

@@ -13,8 +13,8 @@ import msgspec
 
 from torchtitan.grpo.config import Agent, Prompts, Reward, Rollout
 from torchtitan.grpo.config.environments import OWN_KEYS, WEIGHT, environment_weights, own_key
+from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.config_checks.rules import require
-from torchtitan.grpo.job_config import JobConfig
 
 _TABLES = {"prompts": Prompts, "rollout": Rollout, "reward": Reward, "agent": Agent}
 

@@ -10,9 +10,9 @@ from dataclasses import fields
 from torchtitan.grpo.config import Judge
 from torchtitan.grpo.config.environments import reward_functions
 from torchtitan.grpo.config.evaluation import evaluation_sets
+from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.config.judge import template_text
 from torchtitan.grpo.config_checks.rules import refusing, require
-from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.rewards.reward_loading import JUDGE
 from torchtitan.grpo.system.environment import is_named
 

@@ -3,7 +3,8 @@
 
 """Checks the sources of learning: the loss, a teacher, or examples."""
 
-from torchtitan.grpo.command_line.keys import answer_to_value
+from torchtitan.grpo.config.command_line.keys import answer_to_value
+from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.config_checks.rules import (
     FILE_ENDINGS,
     ConfigError,
@@ -15,7 +16,6 @@ from torchtitan.grpo.config_checks.rules import (
 )
 from torchtitan.grpo.inference.kinds import KINDS
 from torchtitan.grpo.inference.urls import checked_urls, named_urls
-from torchtitan.grpo.job_config import JobConfig
 
 
 def check_comparisons(config: JobConfig) -> None:

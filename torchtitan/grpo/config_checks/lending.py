@@ -6,8 +6,8 @@
 import os
 
 from torchtitan.grpo.config.cluster import ClusterRow, lent_groups, server_groups
+from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.config_checks.rules import forbid, require
-from torchtitan.grpo.job_config import JobConfig
 
 
 def check_cluster(config: JobConfig) -> None:

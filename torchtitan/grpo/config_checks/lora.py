@@ -6,8 +6,8 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.config_checks.rules import require
-from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.pipeline.stages import stage_modules
 from torchtitan.grpo.weight_wire.adapter_names import TARGETS
 

@@ -6,10 +6,10 @@
 import os
 from pathlib import PurePath
 
+from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.config_checks.rules import refusing, require
 from torchtitan.grpo.inference.urls import checked_host
-from torchtitan.grpo.job_config import JobConfig
-from torchtitan.grpo.monitoring.addresses import KEY_VARIABLE
+from torchtitan.grpo.system.monitoring.addresses import KEY_VARIABLE
 from torchtitan.grpo.system.network import is_loopback
 
 

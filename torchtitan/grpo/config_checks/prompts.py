@@ -17,8 +17,8 @@ from torchtitan.grpo.config import Evaluation, Prompts
 from torchtitan.grpo.config.bounds import bounds_of
 from torchtitan.grpo.config.environments import environments_of, own_key
 from torchtitan.grpo.config.evaluation import EvaluationSet, evaluation_sets, set_key
+from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.config_checks.rules import FILE_ENDINGS, check_file, require
-from torchtitan.grpo.job_config import JobConfig
 
 _RENDERING = ("add_generation_prompt", "continue_final_message", "messages", "tokenize")
 

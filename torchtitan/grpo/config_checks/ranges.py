@@ -7,8 +7,8 @@ import math
 
 from torchtitan.grpo.config.bounds import at_least, bounded_settings
 from torchtitan.grpo.config.field_docs import field_docs, first_sentence
+from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.config_checks.rules import get, require
-from torchtitan.grpo.job_config import JobConfig
 
 
 def check_required(config: JobConfig) -> None:

@@ -5,11 +5,11 @@
 
 from torchtitan.grpo.config.cluster import count_servers, server_groups
 from torchtitan.grpo.config.environments import environments_of, own_key
+from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.config_checks.rules import check_file, forbid, get, refusing, require
-from torchtitan.grpo.functions import split_path
-from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.rollout.agents.function_worker import BUILTIN as AGENTS
 from torchtitan.grpo.rollout.environments.environment_worker import BUILTIN
+from torchtitan.grpo.system.functions import split_path
 
 
 def longest_sequence(config: JobConfig) -> int:

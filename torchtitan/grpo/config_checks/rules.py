@@ -8,8 +8,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from torchtitan.grpo.command_line import ConfigError, refusing
-from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.config.command_line import ConfigError, refusing
+from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.system.files import NotRegularError, check_regular
 
 __all__ = ["ConfigError", "check_file", "forbid", "get", "refusing", "require"]

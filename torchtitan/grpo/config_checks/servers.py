@@ -9,12 +9,12 @@ from urllib.parse import urlsplit
 
 from torchtitan.grpo import config as grpo_config
 from torchtitan.grpo.config.cluster import count_servers, server_groups
+from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.config_checks.rules import check_file, refusing, require
 from torchtitan.grpo.inference.access import ADMIN_KEY_VARIABLE
 from torchtitan.grpo.inference.kinds import KINDS, kind_row, refuse_keys
 from torchtitan.grpo.inference.registry import registry_folder
 from torchtitan.grpo.inference.urls import checked_host, named_urls, split_address
-from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.system.network import is_loopback
 
 

@@ -6,6 +6,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from torchtitan.grpo.config.job_config import JobConfig, Optimizer
 from torchtitan.grpo.config_checks.layout import (
     check_fill_jobs,
     layout_problems,
@@ -14,7 +15,6 @@ from torchtitan.grpo.config_checks.layout import (
 from torchtitan.grpo.config_checks.lora import model_lora_problems
 from torchtitan.grpo.config_checks.rollouts import longest_sequence
 from torchtitan.grpo.config_checks.rules import ConfigError, refusing, require
-from torchtitan.grpo.job_config import JobConfig, Optimizer
 from torchtitan.grpo.models.hub import is_hub_name
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from torchtitan.grpo.config import SECRETS
 from torchtitan.grpo.config.cluster import lent_groups
 from torchtitan.grpo.config.environments import environments_of, own_key
+from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.config_checks.rules import get, require
-from torchtitan.grpo.job_config import JobConfig
 
 _Condition = tuple[Callable[[JobConfig], bool], str]
 """The truth of a condition, and its words in a message."""

@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 
 from torchtitan.grpo.config import GRPO
+from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.data.cost import SequenceCost, flops_cost, token_cost
 from torchtitan.grpo.data.ptx import PtxStream
 from torchtitan.grpo.data.rows import Sample
 from torchtitan.grpo.data.step_plan import StepPlan, plan_step, staleness_metrics
-from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.losses.advantages import compute_advantages
 from torchtitan.grpo.models.attention_choice import choose_packed_attention
 from torchtitan.grpo.models.hf_config import HFModel

@@ -11,14 +11,14 @@ from collections.abc import Iterator
 import msgspec
 import numpy as np
 
+from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.data.record import decode_line
 from torchtitan.grpo.data.rows import Sample
-from torchtitan.grpo.errors import DataError
-from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel
 from torchtitan.grpo.rollout.prompts.prompt_set import check_vocabulary
 from torchtitan.grpo.rollout.prompts.prompt_stream import EpochOrder
 from torchtitan.grpo.rollout.tokenizer import TextCodec
+from torchtitan.grpo.system.errors import DataError
 from torchtitan.grpo.system.files import open_regular
 from torchtitan.grpo.system.logs import logger
 

@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, TypeVar, cast, get_type_hints
 import msgspec
 import numpy as np
 
-from torchtitan.grpo.errors import DataError
+from torchtitan.grpo.system.errors import DataError
 from torchtitan.grpo.system.file_formats import UTF8_MARK, not_json_lines
 from torchtitan.grpo.system.files import check_regular, open_regular
 from torchtitan.grpo.types import Column, PromptProgress, Rollout, RolloutGroup, columns_of

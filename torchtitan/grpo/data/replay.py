@@ -12,15 +12,15 @@ from dataclasses import replace
 from itertools import pairwise
 
 from torchtitan.grpo.config.evaluation import evaluation_sets
+from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.data.planner import PlannedPart
 from torchtitan.grpo.data.record import BatchRecord, RecordReader
 from torchtitan.grpo.data.step_source import StepSource
-from torchtitan.grpo.errors import DataError
-from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel
 from torchtitan.grpo.rollout.admission import part_size
 from torchtitan.grpo.rollout.completion_checks import rollout_problem
 from torchtitan.grpo.rollout.rollout_metrics import group_metrics
+from torchtitan.grpo.system.errors import DataError
 from torchtitan.grpo.system.logs import logger
 from torchtitan.grpo.types import BatchPart, PromptProgress, Rollout, RolloutGroup
 

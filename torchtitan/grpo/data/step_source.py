@@ -7,9 +7,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.data.feed import FetchAddress
 from torchtitan.grpo.data.planner import PlannedPart, StepPlanner, open_sample_log
-from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel
 from torchtitan.grpo.observe.sample_log import SampleLog
 from torchtitan.grpo.types import PromptProgress, ServerInfo

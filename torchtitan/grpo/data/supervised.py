@@ -27,11 +27,10 @@ import numpy as np
 
 from torchtitan.grpo.config import SFT
 from torchtitan.grpo.config.evaluation import evaluation_sets
+from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.data.planner import PlannedPart
 from torchtitan.grpo.data.rows import Sample
 from torchtitan.grpo.data.step_source import StepSource
-from torchtitan.grpo.errors import DataError
-from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel
 from torchtitan.grpo.rollout.chat_template import tools_of
 from torchtitan.grpo.rollout.learned_turns import THOUGHTS, TurnFinder
@@ -40,6 +39,7 @@ from torchtitan.grpo.rollout.prompts import PromptLimits, PromptSet, PromptStrea
 from torchtitan.grpo.rollout.prompts.prompt_set import PromptText, check_vocabulary, read_messages
 from torchtitan.grpo.rollout.tables import open_table
 from torchtitan.grpo.rollout.tokenizer import TextCodec
+from torchtitan.grpo.system.errors import DataError
 from torchtitan.grpo.system.logs import logger
 from torchtitan.grpo.types import PromptProgress
 

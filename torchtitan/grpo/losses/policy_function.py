@@ -23,9 +23,9 @@ from typing import Any
 import torch
 
 from torchtitan.grpo.config import GRPO
-from torchtitan.grpo.functions import load_function
 from torchtitan.grpo.losses.loss_metrics import check_token_metric
 from torchtitan.grpo.losses.policy_terms import BUILTIN, PolicyFunction, PolicyInputs, PolicyTerm
+from torchtitan.grpo.system.functions import load_function
 
 _LOADED: dict[str, PolicyFunction] = {}
 """Users' functions, loaded once: a compiled loss looks a name up, and cannot import."""

@@ -16,7 +16,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.models.decoder import DecoderArgs
 from torchtitan.grpo.models.families import FAMILIES, decoder_args, refusals
 from torchtitan.grpo.weight_wire.model_folder import (

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from safetensors.torch import save_file
 
-from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.models.collect import Collector, agree_on_assembly
 from torchtitan.grpo.models.decoder import is_tied
 from torchtitan.grpo.models.lora import export_peft, lora_scale, whole_folder, with_adapters

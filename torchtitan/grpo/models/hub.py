@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchtitan.grpo.command_line import ConfigError
-from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.config.command_line import ConfigError
+from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.system.files import check_folder, write_whole
 from torchtitan.grpo.weight_wire.model_folder import about_folder
 

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Collection, Mapping
 
 from torchtitan.grpo.config.environments import reward_functions
-from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.rewards.reward_loading import NAMES
 
 _OFTEN_CUT = 0.9

@@ -13,8 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from torchtitan.grpo import strict_json
-from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.observe.console import Progress
 from torchtitan.grpo.observe.equal_rewards import EqualRewardsWatch
 from torchtitan.grpo.observe.evaluation_records import (
@@ -35,6 +34,7 @@ from torchtitan.grpo.observe.sample_log import group_texts
 from torchtitan.grpo.observe.trackers import log_samples, wandb_place, wandb_run, without_pipeline
 from torchtitan.grpo.rollout.link import RolloutLink
 from torchtitan.grpo.rollout.results import EvaluationResult
+from torchtitan.grpo.system import strict_json
 from torchtitan.grpo.system.logs import logger
 from torchtitan.grpo.upstream.metrics import MetricsProcessor
 from torchtitan.grpo.upstream.parallelism import ParallelDims

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.system.logs import logger
 from torchtitan.grpo.upstream.configuration import Profiling
 from torchtitan.grpo.upstream.tools import maybe_enable_memory_snapshot

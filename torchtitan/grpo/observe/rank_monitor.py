@@ -8,8 +8,8 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torchtitan.grpo.job_config import JobConfig
-from torchtitan.grpo.monitoring.site import Health, MonitorSite, MonitorThread
+from torchtitan.grpo.config.job_config import JobConfig
+from torchtitan.grpo.system.monitoring.site import Health, MonitorSite, MonitorThread
 
 _TIMES_LONGER = 3.0
 

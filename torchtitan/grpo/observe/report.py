@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchtitan.grpo import strict_json
 from torchtitan.grpo.config.environments import reward_functions
 from torchtitan.grpo.config.evaluation import evaluation_sets
-from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.rewards.reward_loading import short_names
 from torchtitan.grpo.rollout.drops import DROP_KINDS
-from torchtitan.grpo.strict_json import finite
+from torchtitan.grpo.system import strict_json
 from torchtitan.grpo.system.files import write_whole
+from torchtitan.grpo.system.strict_json import finite
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

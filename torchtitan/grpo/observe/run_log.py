@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from torchtitan.grpo import strict_json
+from torchtitan.grpo.system import strict_json
 from torchtitan.grpo.system.logs import logger
 
 

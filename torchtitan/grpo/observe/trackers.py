@@ -13,10 +13,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from torchtitan.grpo import strict_json
-from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.observe.sample_log import group_texts
 from torchtitan.grpo.run_folder.contents import WANDB_ID_FILE
+from torchtitan.grpo.system import strict_json
 from torchtitan.grpo.upstream.metrics import (
     BaseLogger,
     LoggerContainer,

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
-from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.models.packed_attention import HostReach
 from torchtitan.grpo.pipeline.build import AnySchedule, helix_schedule, split_model
 from torchtitan.grpo.pipeline.choice import (
@@ -48,11 +48,11 @@ from torchtitan.grpo.pipeline.schedules import (
     candidates,
     measured_with,
 )
-from torchtitan.grpo.pipeline.simulate import simulate
 from torchtitan.grpo.pipeline.stages import fixes_stages, stage_modules
 from torchtitan.grpo.pipeline.table_schedule import TableSchedule
 from torchtitan.grpo.pipeline.tables.actions import Costs
 from torchtitan.grpo.pipeline.tables.helix import helix
+from torchtitan.grpo.pipeline.tables.simulate import simulate
 from torchtitan.grpo.system.logs import logger
 from torchtitan.grpo.upstream.parallelism import ParallelDims
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.models.decoder import hold_output_embedding, is_tied
 from torchtitan.grpo.models.helix import AttentionPart, HelixPart, helix_part
 from torchtitan.grpo.models.packed_model import PackedDecoder

@@ -8,11 +8,11 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.pipeline.schedules import AUTO_CANDIDATES, SCHEDULES, Schedule
-from torchtitan.grpo.pipeline.simulate import Simulation, simulate
 from torchtitan.grpo.pipeline.tables.actions import Costs, StageCosts, Table
 from torchtitan.grpo.pipeline.tables.helix import part_costs
+from torchtitan.grpo.pipeline.tables.simulate import Simulation, simulate
 
 _TIMES = {"none": (1.0, 1.0, 1.0), "full": (1.0, 2.0, 0.8), "selective": (1.0, 1.5, 0.8)}
 """Relative times of F, I (with recomputation) and W, by ``activation_checkpoint.mode``.

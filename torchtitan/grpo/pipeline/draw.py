@@ -6,8 +6,8 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchtitan.grpo.pipeline.simulate import Simulation
 from torchtitan.grpo.pipeline.tables.actions import Action, Kind, Table
+from torchtitan.grpo.pipeline.tables.simulate import Simulation
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -25,9 +25,9 @@ import torch
 from torch.profiler import record_function
 
 from torchtitan.grpo.pipeline.pass_timer import DeviceClock
-from torchtitan.grpo.pipeline.simulate import Simulation, simulate
 from torchtitan.grpo.pipeline.tables.actions import Costs, Table
 from torchtitan.grpo.pipeline.tables.gaps import idle_before
+from torchtitan.grpo.pipeline.tables.simulate import Simulation, simulate
 
 _LATEST_UNITS = 32
 """Number of units over which a job's times are averaged."""

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchtitan.grpo.functions import describe_error, load_function, user_line
 from torchtitan.grpo.pipeline.fill import FillJob
 from torchtitan.grpo.pipeline.lean_stage import LeanStage
+from torchtitan.grpo.system.functions import describe_error, load_function, user_line
 from torchtitan.grpo.system.logs import logger
 
 KEY = "parallelism.pipeline_fill_jobs"

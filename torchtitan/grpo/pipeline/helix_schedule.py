@@ -33,8 +33,8 @@ from torchtitan.grpo.pipeline.lean_stage import LeanStage
 from torchtitan.grpo.pipeline.lowering import lower
 from torchtitan.grpo.pipeline.mail import Mail
 from torchtitan.grpo.pipeline.pass_timer import Part, PassTimer
-from torchtitan.grpo.pipeline.simulate import simulate
 from torchtitan.grpo.pipeline.tables.actions import Action, Costs, Table
+from torchtitan.grpo.pipeline.tables.simulate import simulate
 
 Tensors = tuple[torch.Tensor, ...]
 

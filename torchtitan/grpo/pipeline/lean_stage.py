@@ -30,7 +30,7 @@ from torch.distributed.pipelining.stage import _RecvInfo
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import GraphExecGroup
 
-from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.models.weight_grads import WeightGradients
 from torchtitan.grpo.pipeline.fill import GapFiller
 from torchtitan.grpo.pipeline.mail import begun

@@ -30,8 +30,8 @@ from torch.distributed.pipelining.schedules import (
     _ComputationType,
 )
 
-from torchtitan.grpo.pipeline.simulate import Simulation
 from torchtitan.grpo.pipeline.tables.actions import Action, Table
+from torchtitan.grpo.pipeline.tables.simulate import Simulation
 
 _KINDS: dict[str, _ComputationType] = {
     "F": FORWARD,

@@ -17,8 +17,8 @@ import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
-from torchtitan.grpo.pipeline.simulate import Simulation, simulate
 from torchtitan.grpo.pipeline.tables.actions import Action, Costs, Table
+from torchtitan.grpo.pipeline.tables.simulate import Simulation, simulate
 from torchtitan.grpo.system.logs import logger
 from torchtitan.grpo.system.own_streams import new_stream
 

@@ -6,7 +6,7 @@
 import math
 from collections.abc import Callable
 
-from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.models.part_names import part_modules
 from torchtitan.grpo.pipeline.schedules import AUTO, SCHEDULES, Schedule, measured_with
 from torchtitan.grpo.pipeline.tables.actions import ranks_of_stages

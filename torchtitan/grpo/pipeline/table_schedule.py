@@ -19,10 +19,10 @@ from torchtitan.grpo.pipeline.lean_stage import LeanStage
 from torchtitan.grpo.pipeline.lowering import GapNumbers, lower
 from torchtitan.grpo.pipeline.offload import OffloadPlan
 from torchtitan.grpo.pipeline.pass_timer import PassTimer, average_costs
-from torchtitan.grpo.pipeline.simulate import Simulation, simulate
 from torchtitan.grpo.pipeline.tables.actions import Costs, Table
 from torchtitan.grpo.pipeline.tables.fused import fuse
 from torchtitan.grpo.pipeline.tables.gaps import fill_gaps
+from torchtitan.grpo.pipeline.tables.simulate import Simulation, simulate
 from torchtitan.grpo.system.logs import logger
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel, ModelError
 from torchtitan.grpo.models.hf_weights import write_hf
 from torchtitan.grpo.models.shards import named_parameters

@@ -24,10 +24,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.stateful import Stateful
 
 from torchtitan.grpo.config.environments import environments_of, own_settings, setting_of
-from torchtitan.grpo.errors import RunError
-from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel
 from torchtitan.grpo.run_folder.start_record import toml_value
+from torchtitan.grpo.system.errors import RunError
 from torchtitan.grpo.system.files import open_regular
 
 STATE_KEY = "run_record"

@@ -18,7 +18,6 @@ from typing import Any
 
 import msgspec
 
-from torchtitan.grpo.functions import code_holder, describe_error, user_line
 from torchtitan.grpo.rewards.reward_loading import (
     RewardFunction,
     call_function,
@@ -27,6 +26,7 @@ from torchtitan.grpo.rewards.reward_loading import (
 )
 from torchtitan.grpo.rewards.reward_log import RewardLog, TrainerState
 from torchtitan.grpo.rewards.score_later import ScoreLater
+from torchtitan.grpo.system.functions import code_holder, describe_error, user_line
 from torchtitan.grpo.workers.channel import Refused, refused
 
 # Rewards are squared and summed over groups, and the result must be finite in float32.

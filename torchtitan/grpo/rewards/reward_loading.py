@@ -7,9 +7,9 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from torchtitan.grpo import functions
 from torchtitan.grpo.rewards.builtin import BUILTIN
 from torchtitan.grpo.rewards.reward_log import ARGUMENTS
+from torchtitan.grpo.system import functions
 
 RewardFunction = Callable[..., Any]
 

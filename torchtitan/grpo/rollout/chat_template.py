@@ -23,7 +23,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from torchtitan.grpo import strict_json
+from torchtitan.grpo.system import strict_json
 from torchtitan.grpo.system.light_start import LIGHT_PYTHON
 from torchtitan.grpo.workers.process import worker_environment
 

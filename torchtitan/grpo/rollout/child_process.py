@@ -17,10 +17,10 @@ from torchtitan.grpo.inference.access import (
     API_KEY_VARIABLE,
     TEACHER_KEY_VARIABLE,
 )
-from torchtitan.grpo.monitoring.addresses import KEY_VARIABLE
 from torchtitan.grpo.system.child import end_marked, start_child, stop_children
 from torchtitan.grpo.system.environment import RUN_VARIABLE, without_keys
 from torchtitan.grpo.system.light_start import LIGHT_PYTHON
+from torchtitan.grpo.system.monitoring.addresses import KEY_VARIABLE
 
 
 def start_process(

@@ -18,13 +18,13 @@ from typing import TypeVar
 import zmq
 
 from torchtitan.grpo.config import RolloutProcessConfig
-from torchtitan.grpo.errors import RunError
 from torchtitan.grpo.inference.server_log import log_tail
 from torchtitan.grpo.rollout import link_messages
 from torchtitan.grpo.rollout.child_process import end_process, start_process
 from torchtitan.grpo.rollout.codec import Packed, unpack
 from torchtitan.grpo.rollout.results import EvaluationResult, RolloutBatch
 from torchtitan.grpo.rollout.server_watch import ServerWatch
+from torchtitan.grpo.system.errors import RunError
 from torchtitan.grpo.system.private_folders import make_private_folder, remove_private_folder
 from torchtitan.grpo.system.waits import Reminders
 from torchtitan.grpo.types import RolloutGroup, ServerInfo

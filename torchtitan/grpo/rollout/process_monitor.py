@@ -12,9 +12,9 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from torchtitan.grpo.config import RolloutProcessConfig
-from torchtitan.grpo.monitoring.addresses import remove_address, write_address
-from torchtitan.grpo.monitoring.site import Health, MonitorError, MonitorSite
 from torchtitan.grpo.rollout.session import RolloutSession
+from torchtitan.grpo.system.monitoring.addresses import remove_address, write_address
+from torchtitan.grpo.system.monitoring.site import Health, MonitorError, MonitorSite
 from torchtitan.grpo.types import ServerInfo
 
 _SERVERS = "servers"

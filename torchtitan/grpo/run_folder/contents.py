@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # `torchtitan-grpo --help` must not import torch
-    from torchtitan.grpo.job_config import JobConfig
+    from torchtitan.grpo.config.job_config import JobConfig
 
 STARTS_FOLDER = "starts"
 

@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeGuard
 
-from torchtitan.grpo.errors import FOLDER_LOST, RunError
-from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.run_folder.contents import describe_run
 from torchtitan.grpo.run_folder.launch import (
     is_first_attempt,
@@ -23,6 +22,7 @@ from torchtitan.grpo.run_folder.launch import (
     note_launch,
 )
 from torchtitan.grpo.run_folder.replacing import earlier_runs, move_aside, restore_interrupted
+from torchtitan.grpo.system.errors import FOLDER_LOST, RunError
 from torchtitan.grpo.system.folder_lock import LOCK_FILE, FolderLock, HeldFolders, living_holder
 from torchtitan.grpo.system.rank_status import claims_report
 

@@ -26,7 +26,7 @@ from pathlib import Path
 
 import msgspec
 
-from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.run_folder.contents import written
 from torchtitan.grpo.run_folder.launch import is_gone_on_with
 from torchtitan.grpo.system.files import read_regular, sync_folder, write_whole

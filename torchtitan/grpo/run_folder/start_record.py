@@ -18,14 +18,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchtitan.grpo import strict_json
 from torchtitan.grpo.config import SECRETS
 from torchtitan.grpo.run_folder.contents import STARTS_FOLDER
 from torchtitan.grpo.run_folder.launch import launch_id
+from torchtitan.grpo.system import strict_json
 from torchtitan.grpo.types import ServerInfo
 
 if TYPE_CHECKING:
-    from torchtitan.grpo.job_config import JobConfig
+    from torchtitan.grpo.config.job_config import JobConfig
 
 COMMIT_VARIABLE = "TORCHTITAN_GRPO_COMMIT"
 """Names the commit of a source that was copied without its repository."""

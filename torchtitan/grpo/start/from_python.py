@@ -17,15 +17,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from torchtitan.grpo.command_line import ConfigError, refusing
-from torchtitan.grpo.errors import RunFailed
-from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.config.command_line import ConfigError, refusing
+from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.observe.run_log import NewRecords
 from torchtitan.grpo.run_folder.folder import FolderError, check_folder
 from torchtitan.grpo.run_folder.start_record import toml_value
 from torchtitan.grpo.start.function_files import FunctionFiles
 from torchtitan.grpo.start.train import parse, read_settings
 from torchtitan.grpo.system.child import describe_status, open_log, start_child, stop_children
+from torchtitan.grpo.system.errors import RunFailed
 
 Tables = Mapping[str, Mapping[str, Any]]
 """Settings by table and name, as in the TOML file."""

@@ -18,9 +18,9 @@ from typing import Any
 
 import cloudpickle
 
-from torchtitan.grpo.command_line import ConfigError
-from torchtitan.grpo.functions import describe_error
+from torchtitan.grpo.config.command_line import ConfigError
 from torchtitan.grpo.system.files import write_whole
+from torchtitan.grpo.system.functions import describe_error
 
 _CODE = """\
 # Written by torchtitan.grpo.run, to which {name} was given as an object.

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-from torchtitan.grpo.command_line import ConfigError, without_torch
+from torchtitan.grpo.config.command_line import ConfigError, without_torch
 from torchtitan.grpo.run_folder.launch import LAUNCH_VARIABLE
 from torchtitan.grpo.system.logs import outlive_readers
 from torchtitan.grpo.system.network import address_of, interface_of, is_loopback, source_address
@@ -185,7 +185,7 @@ def _resolve(host: str, port: int, patience_seconds: float) -> str:
 
 def run_node(options: NodeOptions) -> int:
     with without_torch():
-        from torchtitan.grpo.command_line.reading import read_config
+        from torchtitan.grpo.config.command_line.reading import read_config
 
     words = ["--job.config_file", options.config_file, *options.rest]
     os.environ[LAUNCH_VARIABLE] = launch_command(options)

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from torchtitan.grpo.command_line import ConfigError
-from torchtitan.grpo.command_line.reading import read_config
 from torchtitan.grpo.config.cluster import server_groups
-from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.config.command_line import ConfigError
+from torchtitan.grpo.config.command_line.reading import read_config
+from torchtitan.grpo.config.job_config import JobConfig
 
 
 def choose_num_ranks(config: JobConfig, num_gpus: int, asked: int | None) -> int:

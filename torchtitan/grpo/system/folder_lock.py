@@ -31,7 +31,7 @@ from pathlib import Path
 
 import msgspec
 
-from torchtitan.grpo.errors import RunError
+from torchtitan.grpo.system.errors import RunError
 from torchtitan.grpo.system.network import boot_id
 
 LOCK_FILE = "run.lock"

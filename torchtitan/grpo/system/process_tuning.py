@@ -10,8 +10,8 @@ import logging
 import os
 import sys
 
-from torchtitan.grpo.errors import RunError
 from torchtitan.grpo.system.connections import raise_file_limit
+from torchtitan.grpo.system.errors import RunError
 
 logger = logging.getLogger(__name__)
 

@@ -13,11 +13,11 @@ from contextlib import closing
 import torch
 
 from torchtitan.grpo.config.evaluation import evaluation_sets
+from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.data.feed import Feed, TrainBatch
 from torchtitan.grpo.data.planner import StepPlanner
 from torchtitan.grpo.data.step_source import StepSource
 from torchtitan.grpo.data.supervised import ExampleStream
-from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.losses.objective import negative_log_likelihood
 from torchtitan.grpo.models.hf_config import HFModel
 from torchtitan.grpo.rollout.results import EvaluationResult

@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping
 from enum import IntEnum
 
 from torchtitan.grpo.config.environments import reward_functions
-from torchtitan.grpo.errors import STOPPED_BY_GUARD, RunError
-from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.config.job_config import JobConfig
+from torchtitan.grpo.system.errors import STOPPED_BY_GUARD, RunError
 from torchtitan.grpo.types import CAUSES
 
 # A norm of so many medians is a spike, of which the step's line names the parameter.

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 import torch.nn as nn
 
+from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.data.feed import Feed, TrainBatch
 from torchtitan.grpo.data.step_plan import SampleTable, epoch_order
-from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.losses.advantages import are_equal as are_all_equal
 from torchtitan.grpo.losses.loss_metrics import MetricTotals
 from torchtitan.grpo.losses.objective import batch_loss_metrics, metric_reductions

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 from torchtitan.grpo.config.cluster import count_servers, lent_groups, server_groups
+from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.data.feed import Feed, Signal, TrainBatch
-from torchtitan.grpo.errors import RunError
-from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.system.errors import RunError
 from torchtitan.grpo.system.logs import logger
 from torchtitan.grpo.training.reference import Reference
 from torchtitan.grpo.training.room import Room, device_memory

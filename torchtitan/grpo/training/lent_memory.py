@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 
 from torchtitan.grpo.config.cluster import lent_groups
+from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.config_checks.rules import require
 from torchtitan.grpo.inference.gpu_shares import ASLEEP_BYTES, most_on_a_gpu, server_places
-from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel
 from torchtitan.grpo.system.device import num_training_gpus
 from torchtitan.grpo.training.memory_choice import ASSUMED_BYTES, device_bytes, estimate, size_text

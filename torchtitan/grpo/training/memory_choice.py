@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 
 from torchtitan.grpo.config.cluster import count_servers, lent_groups, server_groups
+from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.inference.gpu_shares import (
     ASLEEP_BYTES,
     most_on_a_gpu,
     part_beside_training,
     server_places,
 )
-from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel
 from torchtitan.grpo.models.parallelize import Kept
 from torchtitan.grpo.system.device import num_training_gpus

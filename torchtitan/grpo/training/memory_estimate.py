@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.models.collect import module_of
 from torchtitan.grpo.models.parallelize import Kept, keeps_parameters
 from torchtitan.grpo.pipeline.stages import rank_of_parameter, schedule_of, trains_together

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.losses.policy_terms import BUILTIN
 from torchtitan.grpo.models.attention_choice import choose_packed_attention, try_packed_attention
 from torchtitan.grpo.models.decoder import DecoderAdapter, DecoderArgs, ValueAdapter

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from torchtitan.grpo.job_config import Optimizer
+from torchtitan.grpo.config.job_config import Optimizer
 from torchtitan.grpo.system.dtypes import TORCH_DTYPE_MAP
 from torchtitan.grpo.training.muon import Muon
 from torchtitan.grpo.upstream.parallelism import ParallelDims

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
+from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.data.feed import Feed, Signal, TrainBatch
-from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.system.stop import StopRequest
 from torchtitan.grpo.upstream.parallelism import ParallelDims
 

@@ -12,8 +12,8 @@ import torch.nn as nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 
+from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.data.rows import TrainRows
-from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.lora import adapters_off
 from torchtitan.grpo.models.shards import local_tensor, named_parameters
 from torchtitan.grpo.training.runner import ForwardRunner, ModelRunner

@@ -10,9 +10,9 @@ from typing import Any, TypeGuard
 import torch
 import torch.distributed as dist
 
+from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.data.feed import Feed
 from torchtitan.grpo.data.rows import TrainRows
-from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.pipeline.build import AnySchedule, build_forward_schedule
 from torchtitan.grpo.pipeline.fill import FillJob, GapFiller
 from torchtitan.grpo.pipeline.lean_stage import DeferredStage, LeanStage

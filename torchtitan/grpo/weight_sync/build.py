@@ -14,17 +14,10 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
-from torchtitan.grpo.attestation import (
-    Attestation,
-    Probes,
-    SentTensors,
-    attested_tokens,
-    tolerances_of,
-)
 from torchtitan.grpo.config import Inference, WeightSync
+from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.inference.client import InferenceClient
 from torchtitan.grpo.inference.kinds import IDLE_SECONDS, make_client
-from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.lora import PeftStateDictAdapter
 from torchtitan.grpo.models.shards import named_parameters
 from torchtitan.grpo.rollout.link import RolloutLink
@@ -33,6 +26,13 @@ from torchtitan.grpo.system.rank_calls import remote
 from torchtitan.grpo.system.rank_channel import RankChannel
 from torchtitan.grpo.types import ServerInfo
 from torchtitan.grpo.upstream.state_dict import BaseStateDictAdapter
+from torchtitan.grpo.weight_sync.attestation import (
+    Attestation,
+    Probes,
+    SentTensors,
+    attested_tokens,
+    tolerances_of,
+)
 from torchtitan.grpo.weight_sync.gather import Agent, Gatherer, agree_on_push
 from torchtitan.grpo.weight_sync.lane import Listeners
 from torchtitan.grpo.weight_sync.leader import Leader, LeaderParts, max_alive

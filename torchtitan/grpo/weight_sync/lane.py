@@ -51,10 +51,14 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from torchtitan.grpo.attestation import Attestation, AttestationFailed, ServerAttestation
 from torchtitan.grpo.config import WeightSync
 from torchtitan.grpo.inference.client import ServerError
 from torchtitan.grpo.system.waits import Backoff, Reminders, in_full
+from torchtitan.grpo.weight_sync.attestation import (
+    Attestation,
+    AttestationFailed,
+    ServerAttestation,
+)
 from torchtitan.grpo.weight_sync.transports.interface import Connection, NotPrepared, PushReport
 from torchtitan.grpo.weight_sync.versions import ServerVersions, Versions
 

@@ -19,11 +19,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchtitan.grpo.attestation import Attestation
 from torchtitan.grpo.config import WeightSync
 from torchtitan.grpo.inference.client import InferenceClient
 from torchtitan.grpo.system.rank_calls import Served
 from torchtitan.grpo.types import ServerInfo
+from torchtitan.grpo.weight_sync.attestation import Attestation
 from torchtitan.grpo.weight_sync.gather import Agent
 from torchtitan.grpo.weight_sync.lane import Lane, Listeners
 from torchtitan.grpo.weight_sync.slots import SlotTable

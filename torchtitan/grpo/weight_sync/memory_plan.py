@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from torchtitan.grpo.config import WeightSync
-from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.models.collect import module_of
 from torchtitan.grpo.models.lora import PeftStateDictAdapter
 from torchtitan.grpo.models.shards import Assembly, Block, Piece, model_order

@@ -27,9 +27,9 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from torchtitan.grpo.attestation import Probes, is_attested
-from torchtitan.grpo.errors import RunError
+from torchtitan.grpo.system.errors import RunError
 from torchtitan.grpo.system.process_tuning import yield_to_training
+from torchtitan.grpo.weight_sync.attestation import Probes, is_attested
 from torchtitan.grpo.weight_sync.lane import Lane, LaneState
 from torchtitan.grpo.weight_sync.leader import Leader
 from torchtitan.grpo.weight_sync.slots import SlotTable, SlotVersions

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from torchtitan.grpo.errors import RunError
+from torchtitan.grpo.system.errors import RunError
 from torchtitan.grpo.system.files import check_folder, damaged_files, open_regular, read_regular
 
 SUMS_FILE = "sums_export.json"

@@ -14,10 +14,10 @@ import pytest
 from torchtitan.grpo import config as tables
 from torchtitan.grpo.config.bounds import Bounds, above, at_least, bounds_of
 from torchtitan.grpo.config.field_docs import field_docs, first_sentence
+from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.config_checks import ConfigError
+from torchtitan.grpo.config_checks.load import load_config
 from torchtitan.grpo.config_checks.ranges import _UPSTREAM_BOUNDS, check_ranges
-from torchtitan.grpo.config_manager import load_config
-from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.run_folder.start_record import describe_settings
 
 TABLES = [field for field in dataclasses.fields(JobConfig) if field.type in vars(tables).values()]

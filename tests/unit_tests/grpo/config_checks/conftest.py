@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan.grpo.config_manager import load_config
-from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.config.job_config import JobConfig
+from torchtitan.grpo.config_checks.load import load_config
 
 LIVE = (
     "--model.hf_assets_path=model",

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.config_checks.layout import describe_layout, model_layout_problems
-from torchtitan.grpo.job_config import JobConfig
 
 WHOLE = "tok_embeddings layers.0 layers.1 | layers.2 layers.3 norm output"
 IN_SIX = "tok_embeddings | layers.0 | layers.1 | layers.2 | layers.3 | norm output"

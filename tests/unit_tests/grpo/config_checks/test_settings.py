@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import torch
 
-from torchtitan.grpo import cli
+from torchtitan.grpo.commands import cli
 from torchtitan.grpo.config import GRPO, ClusterRow
 from torchtitan.grpo.config.environments import (
     environment_weights,
@@ -19,11 +19,11 @@ from torchtitan.grpo.config.environments import (
     reward_functions,
 )
 from torchtitan.grpo.config.evaluation import evaluation_sets, longest_answer
+from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.config_checks import ConfigError, check_model, warnings_of
-from torchtitan.grpo.config_manager import load_config
-from torchtitan.grpo.dry_run import describe_plan
-from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.config_checks.load import load_config
 from torchtitan.grpo.models.hf_config import read_hf_model
+from torchtitan.grpo.start.dry_run import describe_plan
 
 TAUGHT = "--reward.functions= --teacher.urls=http://127.0.0.1:9000"
 ZERO_BUBBLE = "pipeline_parallel_degree=2 pipeline_parallel_schedule=ZBVZeroBubble"

@@ -11,10 +11,10 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from torchtitan.grpo.config import SFT, Prompts
+from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.data.supervised import ExampleStream
-from torchtitan.grpo.errors import DataError
-from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.rollout.prompts import row_check
+from torchtitan.grpo.system.errors import DataError
 from torchtitan.grpo.types import PromptProgress
 
 CHARACTERS = "?$UAESabcdefghijklmnopqrstuvwxyz "

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from rollouts import group, rollout
 
+from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.data.planner import StepPlanner
 from torchtitan.grpo.data.replay import split_groups
-from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import read_hf_model
 from torchtitan.grpo.types import BatchPart, RolloutGroup
 

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from prompt_files import character_tokenizer
 from tokenizers import processors
 
+from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.data.ptx import PtxStream
-from torchtitan.grpo.errors import DataError
-from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.system.errors import DataError
 
 CHARACTERS = "?^$abcdefghijklmnopqrstuvwxyz"
 BOS, EOS = 1, 2

@@ -10,7 +10,7 @@ from rollouts import assert_same, rollout
 from rollouts import group as group_of
 
 from torchtitan.grpo.data.record import RecordReader, RolloutRecorder
-from torchtitan.grpo.errors import DataError
+from torchtitan.grpo.system.errors import DataError
 from torchtitan.grpo.types import PromptProgress, VersionSegment
 
 VOCAB_SIZE = 100

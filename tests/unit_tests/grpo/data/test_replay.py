@@ -5,11 +5,11 @@ import torch
 from metric_page import undescribed
 from rollouts import group, rollout
 
+from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.data.record import RolloutRecorder
 from torchtitan.grpo.data.replay import ReplaySource
-from torchtitan.grpo.errors import DataError
-from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import read_hf_model
+from torchtitan.grpo.system.errors import DataError
 from torchtitan.grpo.types import BatchPart, PromptProgress
 
 SEQ_LEN = 16

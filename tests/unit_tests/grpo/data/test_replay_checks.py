@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from rollouts import group, rollout
 
+from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.data.record import BatchRecord, RolloutRecorder
 from torchtitan.grpo.data.replay import ReplaySource, check_batch, check_ratings_are_used
-from torchtitan.grpo.errors import DataError
-from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import read_hf_model
+from torchtitan.grpo.system.errors import DataError
 from torchtitan.grpo.types import PromptProgress, Rollout
 
 RATING = np.array([-1, -2], np.float32)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from varlen_kernel import dense_varlen, dense_varlen_backward
 
-from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.models import attention_choice, packed_attention, tree_attention
 from torchtitan.grpo.models.attention_choice import (
     choose_packed_attention,

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from hub_cache import REVISION, fill_cache
 
-from torchtitan.grpo.command_line import ConfigError
-from torchtitan.grpo.config_manager import load_config
-from torchtitan.grpo.dry_run import dry_run
+from torchtitan.grpo.config.command_line import ConfigError
+from torchtitan.grpo.config_checks.load import load_config
 from torchtitan.grpo.models.hf_config import read_hf_model
 from torchtitan.grpo.models.hub import HubModel, is_hub_name, locate_model
+from torchtitan.grpo.start.dry_run import dry_run
 
 REPO = "some-lab/Tiny-0.5M"
 SETTING = "model.hf_assets_path"

@@ -7,7 +7,7 @@ import dataclasses
 
 import pytest
 
-from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.observe.equal_rewards import EqualRewardsWatch, likely_causes
 
 

@@ -12,7 +12,7 @@ import pytest
 from metric_page import metrics, undescribed
 
 from torchtitan.grpo.config import GRPO
-from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.losses.objective import metric_reductions
 
 FAMILIES = (

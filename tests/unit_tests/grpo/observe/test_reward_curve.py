@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.observe.report import draw_reward_curve, mean_over, write_summary
 
 

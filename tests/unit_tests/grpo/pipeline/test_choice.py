@@ -10,8 +10,8 @@ import pytest
 
 from torchtitan.grpo.pipeline.choice import choose, describe, finalists, predict
 from torchtitan.grpo.pipeline.schedules import SCHEDULES, candidates, measured_with
-from torchtitan.grpo.pipeline.simulate import Simulation
 from torchtitan.grpo.pipeline.tables.actions import Costs, StageCosts, Table
+from torchtitan.grpo.pipeline.tables.simulate import Simulation
 
 
 @functools.cache

@@ -5,12 +5,12 @@
 
 import pytest
 
-from torchtitan.grpo.cli import run
+from torchtitan.grpo.commands.cli import run
 from torchtitan.grpo.pipeline.draw import draw_text
 from torchtitan.grpo.pipeline.schedules import AUTO, SCHEDULES
-from torchtitan.grpo.pipeline.simulate import simulate
 from torchtitan.grpo.pipeline.tables.actions import Costs
 from torchtitan.grpo.pipeline.tables.rules import one_forward_one_backward
+from torchtitan.grpo.pipeline.tables.simulate import simulate
 
 
 def test_text_shows_each_rank_over_time():

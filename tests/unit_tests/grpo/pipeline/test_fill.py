@@ -16,9 +16,9 @@ from torchtitan.grpo.pipeline import fill_jobs
 from torchtitan.grpo.pipeline.fill import DeviceMemory, FillJob, GapFiller
 from torchtitan.grpo.pipeline.fill_jobs import FillContext, UserJob, load_job
 from torchtitan.grpo.pipeline.schedules import SCHEDULES
-from torchtitan.grpo.pipeline.simulate import simulate
 from torchtitan.grpo.pipeline.tables.actions import Costs
 from torchtitan.grpo.pipeline.tables.gaps import idle_before
+from torchtitan.grpo.pipeline.tables.simulate import simulate
 
 CPU = torch.device("cpu")
 TIMES = (0.03, 0.06, 0.024)

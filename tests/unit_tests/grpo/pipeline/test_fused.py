@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 
 from torchtitan.grpo.config.critic import Critic
-from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.pipeline.schedules import LAYER_SCHEDULES, SCHEDULES
-from torchtitan.grpo.pipeline.simulate import simulate
 from torchtitan.grpo.pipeline.stages import trains_together
 from torchtitan.grpo.pipeline.tables.actions import Costs
 from torchtitan.grpo.pipeline.tables.fused import fuse, opposite
 from torchtitan.grpo.pipeline.tables.gaps import fill_gaps
+from torchtitan.grpo.pipeline.tables.simulate import simulate
 
 SEQUENCES = [[5, 6, 7, 8, 9], [1, 2, 3], [4, 3, 2, 1, 0, 11, 12], [9, 8, 7], [3, 1, 4, 1, 5]]
 ROWS = [[i % len(SEQUENCES)] for i in range(8)]

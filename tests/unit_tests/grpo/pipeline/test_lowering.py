@@ -9,8 +9,8 @@ import pytest
 
 from torchtitan.grpo.pipeline.lowering import lower
 from torchtitan.grpo.pipeline.schedules import LAYER_SCHEDULES, SCHEDULES
-from torchtitan.grpo.pipeline.simulate import simulate
 from torchtitan.grpo.pipeline.tables.actions import Costs
+from torchtitan.grpo.pipeline.tables.simulate import simulate
 
 SENDS, RECEIVES = ("SEND_F", "SEND_B"), ("RECV_F", "RECV_B")
 WAITS = ("WAIT_SEND_F", "WAIT_SEND_B")  # from torch 2.15 on

@@ -17,9 +17,9 @@ from torchtitan.grpo.pipeline.offload import (
     kept_for,
     longest_kept,
 )
-from torchtitan.grpo.pipeline.simulate import simulate
 from torchtitan.grpo.pipeline.tables.actions import Costs
 from torchtitan.grpo.pipeline.tables.rules import one_forward_one_backward
+from torchtitan.grpo.pipeline.tables.simulate import simulate
 
 SEQUENCES = [[5, 6, 7, 8, 9], [1, 2, 3], [4, 3, 2, 1, 0, 11, 12], [9, 8, 7, 6]]
 KEY = (0, 3)

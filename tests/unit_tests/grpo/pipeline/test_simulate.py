@@ -5,8 +5,8 @@
 
 import pytest
 
-from torchtitan.grpo.pipeline.simulate import TableError, simulate
 from torchtitan.grpo.pipeline.tables.actions import Action, Costs, StageCosts, Table
+from torchtitan.grpo.pipeline.tables.simulate import TableError, simulate
 
 
 def table_of(*ranks: str, microbatches: int, stages: tuple[int, ...] | None = None) -> Table:

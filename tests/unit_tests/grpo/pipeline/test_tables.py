@@ -13,7 +13,6 @@ import torch
 import torch.nn as nn
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from torchtitan.grpo.pipeline.simulate import peak_memory, simulate
 from torchtitan.grpo.pipeline.tables import actions, v_family
 from torchtitan.grpo.pipeline.tables.actions import Action, Costs, Table
 from torchtitan.grpo.pipeline.tables.improve import improve
@@ -24,6 +23,7 @@ from torchtitan.grpo.pipeline.tables.rules import (
     zb_h2,
     zbv,
 )
+from torchtitan.grpo.pipeline.tables.simulate import peak_memory, simulate
 from torchtitan.grpo.pipeline.tables.v_family import v_half, v_min, v_zb
 
 TIMES = [(1, 1, 1), (3, 4, 2), (1, 2, 0.5)]

@@ -14,10 +14,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
-from torchtitan.grpo.checkpoint import describe_stop, resume_command
-from torchtitan.grpo.config_manager import load_config
-from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.config.job_config import JobConfig
+from torchtitan.grpo.config_checks.load import load_config
 from torchtitan.grpo.models.hf_config import read_hf_model
+from torchtitan.grpo.resume.checkpoint import describe_stop, resume_command
 from torchtitan.grpo.resume.kept_record import STATE_KEY, RecordState, RunRecord
 from torchtitan.grpo.resume.resumption import (
     CheckpointError,

@@ -44,7 +44,7 @@ def test_a_function_finds_its_neighbours_and_they_shadow_nothing(tmp_path, shado
     (tmp_path / "neighbour.py").write_text(f"import {shadow}\nVALUE = {shadow}.__file__\n")
     (tmp_path / "own.py").write_text("import neighbour\ndef reward(): return neighbour.VALUE\n")
     (tmp_path / "program.py").write_text(
-        "import sys\nfrom torchtitan.grpo.functions import load_function\n"
+        "import sys\nfrom torchtitan.grpo.system.functions import load_function\n"
         "print(load_function(sys.argv[1], 'x', [])())\n"
     )
     command = [*LIGHT_PYTHON, "program", path]

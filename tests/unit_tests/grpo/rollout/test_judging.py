@@ -25,11 +25,11 @@ import rollouts
 from rollouts import generation
 
 from torchtitan.grpo import config
-from torchtitan.grpo.functions import failure_kind
 from torchtitan.grpo.rewards.scoring_pool import ScoringFailed
 from torchtitan.grpo.rollout.environments import EnvironmentFailed
 from torchtitan.grpo.rollout.judging import GroupJudge, Rules, Unusable
 from torchtitan.grpo.rollout.scoring import Scorer
+from torchtitan.grpo.system.functions import failure_kind
 from torchtitan.grpo.types import Generation, Prompt, Rollout
 
 PROMPT = Prompt(0, "1", np.array([3], np.int32), {})

@@ -10,9 +10,9 @@ import pytest
 from prompt_files import byte_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.data.ptx import PtxStream
 from torchtitan.grpo.data.supervised import ExampleStream
-from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.rollout.model_match import prompt_notes
 from torchtitan.grpo.rollout.tokenizer import TextCodec, TextTooLong
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.run_folder.contents import describe_run, next_free_folder
 from torchtitan.grpo.run_folder.folder import (
     FolderError,

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.observe.run_log import RunLog
 from torchtitan.grpo.resume.resumption import check_new_run
 from torchtitan.grpo.run_folder import start_record

@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from torchtitan.grpo.command_line import ConfigError
+from torchtitan.grpo.config.command_line import ConfigError
 from torchtitan.grpo.start.node import find_place, launch_command, parse
 from torchtitan.grpo.system.waits import Reminders
 

@@ -22,13 +22,13 @@ from processes import descendants
 
 from torchtitan.grpo import Run, RunError, run
 from torchtitan.grpo.config import Reward
-from torchtitan.grpo.functions import user_line
 from torchtitan.grpo.rewards.reward_loading import load_function, short_names
 from torchtitan.grpo.rewards.scoring_pool import RewardPool
 from torchtitan.grpo.start import from_python
 from torchtitan.grpo.start.from_python import _in_python, _read, _tables, _words
 from torchtitan.grpo.start.function_files import FunctionFiles
 from torchtitan.grpo.system import child
+from torchtitan.grpo.system.functions import user_line
 from torchtitan.grpo.types import Prompt
 
 PROMPT = Prompt(0, "2+2=", np.array([1], np.int32), {"answer": "4"})
@@ -43,7 +43,7 @@ def test_importing_the_package_imports_nothing_large(tmp_path):
     )
     command = [sys.executable, "-c", program]
     out = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
-    assert out == "set() torchtitan.grpo.functions False\n"
+    assert out == "set() torchtitan.grpo.system.functions False\n"
 
 
 LOCK = threading.Lock()

@@ -6,8 +6,8 @@
 import pytest
 import torch
 
-from torchtitan.grpo.command_line import ConfigError
-from torchtitan.grpo.command_line.reading import read_config
+from torchtitan.grpo.config.command_line import ConfigError
+from torchtitan.grpo.config.command_line.reading import read_config
 from torchtitan.grpo.start import torchrun
 from torchtitan.grpo.start.train import choose_num_ranks, parse, plan
 

@@ -14,13 +14,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from torchtitan.grpo.command_line import ConfigError
-from torchtitan.grpo.command_line.reading import read_config
+from torchtitan.grpo.commands.verify import read_prompts
+from torchtitan.grpo.config.command_line import ConfigError
+from torchtitan.grpo.config.command_line.reading import read_config
 from torchtitan.grpo.data.ptx import _examples
-from torchtitan.grpo.errors import DataError
 from torchtitan.grpo.inference.urls import read_urls
 from torchtitan.grpo.rollout.tables import open_table
-from torchtitan.grpo.verify import read_prompts
+from torchtitan.grpo.system.errors import DataError
 
 MARK = codecs.BOM_UTF8
 ROWS = [{"prompt": f"é{i}", "completion": "x", "answer": "1"} for i in range(300)]

@@ -14,8 +14,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from torchtitan.grpo.job_config import JobConfig
-from torchtitan.grpo.lost_rank import describe_lost, describe_next
+from torchtitan.grpo.config.job_config import JobConfig
+from torchtitan.grpo.start.lost_rank import describe_lost, describe_next
 from torchtitan.grpo.system.rank_channel import Message
 from torchtitan.grpo.system.rank_status import (
     LostRank,

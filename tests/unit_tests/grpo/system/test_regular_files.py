@@ -15,18 +15,17 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan.grpo import verify
-from torchtitan.grpo.command_line import ConfigError
-from torchtitan.grpo.command_line.reading import read_config
+from torchtitan.grpo.commands import verify
+from torchtitan.grpo.config.command_line import ConfigError
+from torchtitan.grpo.config.command_line.reading import read_config
+from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.config_checks.rules import check_file
 from torchtitan.grpo.data.ptx import PtxStream
 from torchtitan.grpo.data.record import RecordReader, RolloutRecorder
-from torchtitan.grpo.functions import load_function
 from torchtitan.grpo.inference import serve
 from torchtitan.grpo.inference.embedded.model import load_model
 from torchtitan.grpo.inference.registry import Registration, RegistryFolder
 from torchtitan.grpo.inference.urls import named_urls, read_urls
-from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import read_hf_model
 from torchtitan.grpo.models.hub import locate_model
 from torchtitan.grpo.rollout.saved import read_saved
@@ -38,6 +37,7 @@ from torchtitan.grpo.system.files import (
     open_regular,
     read_regular,
 )
+from torchtitan.grpo.system.functions import load_function
 
 MODEL = Path(__file__).parents[4] / "assets" / "reverse_digits" / "model"
 

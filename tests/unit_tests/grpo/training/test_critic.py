@@ -13,7 +13,7 @@ import torch
 from hf_reference import ARGUMENTS, PROMPTS, SEQUENCES, gradients_of
 from safetensors.torch import load_file, save_file
 
-from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import ModelError, check_critic_model, read_hf_model
 from torchtitan.grpo.models.packed_model import ValueHead
 from torchtitan.grpo.training.model_spec import check_weights

@@ -8,7 +8,7 @@ import math
 
 import pytest
 
-from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.training.guards import GUARDS, Guards, GuardStopped, Verdict
 
 NAMES = (

@@ -6,9 +6,9 @@
 import pytest
 import torch
 
+from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.config_checks import ConfigError
 from torchtitan.grpo.controller import process_config
-from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import read_hf_model
 from torchtitan.grpo.training import lent_memory
 from torchtitan.grpo.training.lent_memory import check_lent_memory, describe_lent_memory

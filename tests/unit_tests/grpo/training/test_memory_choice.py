@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from torchtitan.grpo.config import ClusterRow
+from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.config_checks.layout import layout_problems
 from torchtitan.grpo.inference.gpu_shares import ASLEEP_BYTES
-from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import read_hf_model
 from torchtitan.grpo.training import memory_choice
 from torchtitan.grpo.training.memory_choice import describe_memory, resolve_kept

@@ -11,8 +11,8 @@ import torch.nn as nn
 import torch.utils.checkpoint
 from torch.utils._pytree import tree_leaves
 
+from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.data.rows import Sample, build_rows
-from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import read_hf_model
 from torchtitan.grpo.training.memory_estimate import (
     TrainingMemory,

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+from torchtitan.grpo.config.job_config import LRScheduler
 from torchtitan.grpo.data.feed import TrainBatch
 from torchtitan.grpo.data.step_plan import SampleTable
-from torchtitan.grpo.job_config import LRScheduler
 from torchtitan.grpo.losses.loss_metrics import Metric, MetricTotals
 from torchtitan.grpo.training.learner import GradientParts
 from torchtitan.grpo.training.lr_schedule import (

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn as nn
 
-from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.models.packed_model import LogprobHead, ScoringSettings
 from torchtitan.grpo.training.policy_probe import PolicyProbe, probe_shape
 from torchtitan.grpo.training.runner import ForwardRunner

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.data.feed import Signal
-from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.training.ranks import RankZeroTurn, patience_seconds
 
 

@@ -11,7 +11,7 @@ import torch.nn as nn
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import ModelError, check_reference
 from torchtitan.grpo.training.reference import Reference
 from torchtitan.grpo.training.runner import ForwardRunner

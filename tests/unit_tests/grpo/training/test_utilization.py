@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.data.cost import token_cost
 from torchtitan.grpo.data.step_plan import plan_step
-from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import read_hf_model
 from torchtitan.grpo.training.utilization import Utilization
 from torchtitan.grpo.types import Rollout, RolloutGroup, VersionSegment

@@ -29,10 +29,10 @@ from model_folders import (
 )
 from transformers import AutoModelForCausalLM
 
-from torchtitan.grpo import entry
 from torchtitan.grpo.inference.embedded.model import load_model
 from torchtitan.grpo.models.hf_config import ModelError, read_hf_model
 from torchtitan.grpo.models.hf_weights import write_hf
+from torchtitan.grpo.start import entry
 
 # What lies in place of, or beside, one weight: names begin with ``+`` if the weight itself stays.
 QUANTISED: dict[str, dict[str, torch.Tensor]] = {

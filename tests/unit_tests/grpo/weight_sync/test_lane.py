@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from torchtitan.grpo.attestation import Attestation, Probes, Tolerances
 from torchtitan.grpo.config import WeightSync
 from torchtitan.grpo.inference.client import Capabilities, ServerError
 from torchtitan.grpo.inference.http import RouteError
 from torchtitan.grpo.weight_sync import lane as lane_module
+from torchtitan.grpo.weight_sync.attestation import Attestation, Probes, Tolerances
 from torchtitan.grpo.weight_sync.lane import (
     Lane,
     LaneEvent,

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from torchtitan.grpo.attestation import Attestation, Probes, Tolerances
 from torchtitan.grpo.config import WeightSync
 from torchtitan.grpo.inference.client import Capabilities
 from torchtitan.grpo.types import ServerInfo
 from torchtitan.grpo.weight_sync import leader as module
+from torchtitan.grpo.weight_sync.attestation import Attestation, Probes, Tolerances
 from torchtitan.grpo.weight_sync.lane import Listeners
 from torchtitan.grpo.weight_sync.leader import Leader, LeaderParts, Pin
 from torchtitan.grpo.weight_sync.slots import SlotTable

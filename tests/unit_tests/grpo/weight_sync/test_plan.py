@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.models.hf_weights import keeps_bytes
 from torchtitan.grpo.models.shards import Assembly, Block, Piece
 from torchtitan.grpo.weight_sync import gather

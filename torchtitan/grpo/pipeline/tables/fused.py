@@ -10,9 +10,9 @@ the ranks that wait for the first model's first microbatch are those at which th
 
 from dataclasses import replace
 
-from torchtitan.grpo.pipeline.simulate import Simulation, simulate
 from torchtitan.grpo.pipeline.tables.actions import Action, Costs, Table
 from torchtitan.grpo.pipeline.tables.improve import improve
+from torchtitan.grpo.pipeline.tables.simulate import Simulation, simulate
 
 
 def opposite(table: Table) -> Table:

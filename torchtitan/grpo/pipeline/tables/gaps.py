@@ -7,8 +7,8 @@ through the reference model (PipeFill, https://arxiv.org/abs/2410.07192).
 
 from dataclasses import replace
 
-from torchtitan.grpo.pipeline.simulate import Simulation, simulate
 from torchtitan.grpo.pipeline.tables.actions import Action, Costs, Table
+from torchtitan.grpo.pipeline.tables.simulate import Simulation, simulate
 
 Gaps = list[list[tuple[float, float]]]
 """For each rank, the start and the end of each of its idle times, in order."""

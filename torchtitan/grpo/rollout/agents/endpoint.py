@@ -15,12 +15,12 @@ import msgspec
 from aiohttp import web
 from aiohttp.http import HttpProcessingError
 
-from torchtitan.grpo import strict_json
 from torchtitan.grpo.inference.client import ServerError
 from torchtitan.grpo.rollout.agents import chat_route, responses_route, text_route
 from torchtitan.grpo.rollout.agents.episode import AgentEpisode, parsed_reward
 from torchtitan.grpo.rollout.agents.exchange import Answer, Asked, BadRequest
 from torchtitan.grpo.rollout.agents.programs import MODEL
+from torchtitan.grpo.system import strict_json
 from torchtitan.grpo.system.connections import answering, raise_descriptor_limit
 from torchtitan.grpo.system.http_site import HttpSite, read_body
 

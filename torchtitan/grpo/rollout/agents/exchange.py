@@ -11,10 +11,10 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from torchtitan.grpo import strict_json
 from torchtitan.grpo.rollout.agents.tool_calls import ToolCall
 from torchtitan.grpo.rollout.agents.transcript import Message
 from torchtitan.grpo.rollout.chat_template import text_of
+from torchtitan.grpo.system import strict_json
 
 _MOST_CHOICES, _MOST_TOLD = 64, 32
 SAMPLING = ("temperature", "top_p", "top_k", "seed")

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from torchtitan.grpo.functions import describe_error, failure_kind, load_function, user_line
+from torchtitan.grpo.system.functions import describe_error, failure_kind, load_function, user_line
 from torchtitan.grpo.workers.channel import NotPlainData, Refused, WorkerChannel, refused
 
 _WHAT = "agent.function: function"

@@ -22,7 +22,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from torchtitan.grpo import strict_json
+from torchtitan.grpo.system import strict_json
 
 FUNCTION = r"<function=(?P<name>[^<>\n]+)>\s*(?=<parameter=[^<>\n]+>|</(?:function|tool_call)>)"
 _TAG = re.compile(

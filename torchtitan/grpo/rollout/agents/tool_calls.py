@@ -14,9 +14,9 @@ import re
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
-from torchtitan.grpo import strict_json
 from torchtitan.grpo.rollout.agents.tagged_calls import FUNCTION, read_function
 from torchtitan.grpo.rollout.chat_template import ChatTemplate
+from torchtitan.grpo.system import strict_json
 
 CALL_MARKS = (
     "<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]",

@@ -23,7 +23,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from torchtitan.grpo import strict_json
+from torchtitan.grpo.system import strict_json
 
 INSTALL = 'pip install "verifiers>=0.4"'
 _numbers = itertools.count()

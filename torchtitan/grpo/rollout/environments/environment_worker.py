@@ -18,8 +18,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from torchtitan.grpo.functions import describe_error, failure_kind, load_function, user_line
 from torchtitan.grpo.rollout.environments.protocol import Observation
+from torchtitan.grpo.system.functions import describe_error, failure_kind, load_function, user_line
 from torchtitan.grpo.types import Prompt
 from torchtitan.grpo.workers.channel import NotPlainData, Refused, WorkerChannel, refused
 

@@ -31,9 +31,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
-from torchtitan.grpo import strict_json
 from torchtitan.grpo.rollout.agents.tool_calls import PARSERS
 from torchtitan.grpo.rollout.environments.protocol import Environment, Observation
+from torchtitan.grpo.system import strict_json
 from torchtitan.grpo.types import Prompt
 
 _INSTALL = 'pip install "verifiers<0.4"'

@@ -1,0 +1,271 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""``torchtitan-grpo evaluate X.toml``: the evaluation of a run, without training.
+
+Launched servers load the named weights; servers at ``inference.urls`` are asked as they are.
+"""
+
+import argparse
+import asyncio
+import os
+import signal
+import sys
+import uuid
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from torchtitan.grpo.config import RolloutProcessConfig
+from torchtitan.grpo.config.cluster import count_servers, server_groups
+from torchtitan.grpo.config.evaluation import evaluation_sets
+from torchtitan.grpo.config.job_config import JobConfig
+from torchtitan.grpo.config_checks import check_model
+from torchtitan.grpo.config_checks.load import load_config
+from torchtitan.grpo.config_checks.rules import require
+from torchtitan.grpo.controller import process_config
+from torchtitan.grpo.inference.local_servers import set_random_keys
+from torchtitan.grpo.inference.urls import named_urls
+from torchtitan.grpo.models.hf_config import HFModel, read_hf_model
+from torchtitan.grpo.models.hub import locate_models
+from torchtitan.grpo.observe.console import Progress
+from torchtitan.grpo.observe.evaluation_records import evaluation_metrics, sample_records
+from torchtitan.grpo.resume.exporting import export_checkpoint, find_checkpoint
+from torchtitan.grpo.rollout import link_messages
+from torchtitan.grpo.rollout.process import first_cause, result_of
+from torchtitan.grpo.rollout.results import EvaluationResult
+from torchtitan.grpo.rollout.session import EvaluationSession
+from torchtitan.grpo.run_folder.folder import hold
+from torchtitan.grpo.system import strict_json
+from torchtitan.grpo.system.child import end_marked
+from torchtitan.grpo.system.cores import share_cores
+from torchtitan.grpo.system.disk_failures import disk_failure
+from torchtitan.grpo.system.environment import RUN_VARIABLE
+from torchtitan.grpo.system.errors import RunError
+from torchtitan.grpo.system.folder_lock import HeldFolders
+from torchtitan.grpo.system.process_tuning import require_open_files
+from torchtitan.grpo.system.stop import stop_signals
+from torchtitan.grpo.training.model_spec import check_weights
+from torchtitan.grpo.types import PromptProgress
+from torchtitan.grpo.weight_wire.model_folder import require_undamaged
+
+FOLDER = "evaluate"
+"""Folder in the dump folder with one folder for each evaluated set of weights."""
+RESULT_FILE = "evaluation.json"
+SAMPLES_FILE = "evaluation_samples.jsonl"
+_STOPPED = 128 + signal.SIGINT
+_TABLE_COLUMNS = 1000
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The weights that are evaluated.
+
+    ``model`` is their directory, or that of their tokenizer if servers have the weights.
+    """
+
+    model: HFModel
+    described: str
+
+
+def options() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="torchtitan-grpo evaluate", allow_abbrev=False)
+    parser.add_argument("--model", help="Hugging Face directory, or name on the Hub, to evaluate")
+    parser.add_argument(
+        "--checkpoint", help="checkpoint of the run to evaluate: a step, newest, or a folder"
+    )
+    parser.add_argument("--output", type=Path, help="where the JSON with the result is written")
+    return parser
+
+
+def evaluate(given: argparse.Namespace, arguments: Sequence[str]) -> int:
+    """Evaluates with the ranks' ``arguments``; returns the exit status, or raises RunError."""
+    config = load_config(list(arguments))
+    require_open_files()
+    held: HeldFolders | None = None
+    try:
+        _check(config, given)
+        model, name = _named(config, given)
+        folder = Path(config.job.dump_folder) / FOLDER / name
+        held = hold(config, folder)
+        return _evaluate(config, given, _subject(config, given, model, folder), folder)
+    finally:
+        if held is not None:
+            held.close()
+
+
+def _evaluate(config: JobConfig, given: argparse.Namespace, subject: Subject, folder: Path) -> int:
+    check_model(config, subject.model)
+    print(f"Evaluating {subject.described}.", file=sys.stderr, flush=True)
+    set_random_keys(config.inference, os.environ)
+    try:
+        result, servers = asyncio.run(_run(_session_config(config, subject.model, folder)))
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        print("The evaluation was stopped.", file=sys.stderr)
+        return _STOPPED
+    except (BaseExceptionGroup, RunError, ValueError, RuntimeError, TimeoutError) as error:
+        cause = first_cause(error)
+        if not isinstance(cause, RunError | ValueError | RuntimeError | TimeoutError):
+            raise
+        print(f"error: {cause}", file=sys.stderr)
+        return 1
+    print_table(result)  # before it is written: the disk may be full
+    target = given.output or folder / RESULT_FILE
+    record = _record(config, subject, result, servers)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(strict_json.dumps(record, indent=2) + "\n")
+        with (folder / SAMPLES_FILE).open("w", encoding="utf-8") as file:
+            file.writelines(
+                strict_json.dumps(sample, ensure_ascii=False) + "\n"
+                for sample in sample_records(result)
+            )
+    except OSError as error:
+        message = disk_failure(error, str(target)) or f"{target} cannot be written: {error}."
+        print(f"error: {message}", file=sys.stderr)
+        return 1
+    print(f"The result is in {target}, completions in {folder / SAMPLES_FILE}.")
+    return 0
+
+
+def print_table(result: EvaluationResult) -> None:
+    """Prints the figures at full width; rich would cut words on a narrow terminal and in a file."""
+    ks = sorted({k for of_set in result.sets for k in of_set.pass_at})
+    table = Table(box=None, pad_edge=False)
+    table.add_column("set")
+    table.add_column("function")
+    for name in ("score", *(f"pass@{k}" for k in ks), "tokens", "longest", "cut", "prompts", "n"):
+        table.add_column(name, justify="right")
+    for of_set in result.sets:
+        passed = [of_set.pass_at.get(k) for k in ks]
+        table.add_row(
+            of_set.name,
+            of_set.function,
+            f"{of_set.score:.4f}",
+            *("" if value is None else f"{value:.4f}" for value in passed),
+            f"{of_set.length_mean:.1f}",
+            str(of_set.length_max),
+            f"{of_set.cut_fraction:.1%}",
+            str(of_set.num_prompts),
+            f"{of_set.num_completions / of_set.num_prompts:.3g}",
+        )
+    Console(width=_TABLE_COLUMNS).print(table)
+
+
+def _check(config: JobConfig, given: argparse.Namespace) -> None:
+    require(
+        bool(evaluation_sets(config.evaluation)),
+        "evaluation.path must name held-out prompts, or evaluation.sets several sets of them, got "
+        "nothing to evaluate.",
+    )
+    require(
+        not (given.model and given.checkpoint),
+        f"--model and --checkpoint name different weights, got {given.model} and "
+        f"{given.checkpoint}. Give one of them.",
+    )
+    require(
+        not (given.checkpoint and config.lora.rank),
+        f"--checkpoint cannot be used with lora.rank above 0, got {config.lora.rank}: checkpoints "
+        "hold adapters alone. Evaluate an export: --model <job.dump_folder>/hf/step-N (the last "
+        "step is always exported, others with grpo.hf_export_interval).",
+    )
+    named = given.model or given.checkpoint
+    require(
+        not named or config.inference.launch,
+        f"{'--model' if given.model else '--checkpoint'} {named} needs inference.launch = true: "
+        "servers that run already are evaluated with the weights that they serve. Start servers "
+        "on these weights, or let this command launch them (--inference.launch).",
+    )
+
+
+def _named(config: JobConfig, given: argparse.Namespace) -> tuple[HFModel, str]:
+    """The weights' model, and the name of their evaluation's folder."""
+    if given.model:
+        config.model.hf_assets_path = given.model
+    for note in locate_models(config):
+        print(note, file=sys.stderr)
+    # Servers of other kinds can serve quantized weights, and nothing else reads them here.
+    reads_itself = config.inference.launch and config.inference.kind == "embedded"
+    model = read_hf_model(
+        config.model.hf_assets_path, may_be_quantised=not (reads_itself or given.checkpoint)
+    )
+    if reads_itself and not given.checkpoint:
+        for note in check_weights(config, model, is_trained=False)[1]:
+            print(f"warning: {note}", file=sys.stderr)
+    if given.checkpoint:
+        return model, find_checkpoint(config, given.checkpoint).name
+    return model, f"model-{model.path.name}" if config.inference.launch else "servers"
+
+
+def _subject(config: JobConfig, given: argparse.Namespace, model: HFModel, folder: Path) -> Subject:
+    if given.checkpoint:
+        checkpoint, target = find_checkpoint(config, given.checkpoint), folder / "model"
+        export_checkpoint(config, model, checkpoint, target)
+        return Subject(read_hf_model(str(target)), f"the checkpoint {checkpoint}")
+    if not config.inference.launch:
+        urls = ", ".join(named_urls(config.inference)) or "that register themselves"
+        return Subject(model, f"what the servers {urls} serve")
+    require_undamaged(
+        model.path, "--model" if given.model else "model.hf_assets_path", weights=True
+    )
+    return Subject(model, f"the model in {model.path}")
+
+
+def _session_config(config: JobConfig, model: HFModel, folder: Path) -> RolloutProcessConfig:
+    # No rank trains here, so servers may have every GPU, and nothing is lent.
+    number = count_servers(server_groups(config)) or config.inference.num_servers
+    inference = replace(config.inference, num_servers=number, lend=False)
+    config = replace(config, inference=inference, cluster={})
+    return replace(
+        process_config(config, model, 0, PromptProgress(), ""),
+        dump_folder=str(folder),
+        saved_rollouts=None,
+        monitor_host="",
+        num_training_gpus=0,
+    )
+
+
+async def _run(config: RolloutProcessConfig) -> tuple[EvaluationResult, list[str]]:
+    session = EvaluationSession(config, lambda text: print(text, file=sys.stderr, flush=True))
+    progress = Progress("auto", 0)
+
+    async def show(message: link_messages.Progress) -> None:
+        progress.wait(message.line, message.done, message.wanted)
+
+    working = asyncio.current_task()
+    assert working is not None
+    # What was started must end with the command, also if a scheduler or a closed terminal ends it.
+    for signum in stop_signals():
+        asyncio.get_running_loop().add_signal_handler(signum, working.cancel)
+    mark = os.environ[RUN_VARIABLE] = uuid.uuid4().hex
+    if config.inference.launch:
+        share_cores(config.inference.num_servers)
+    try:
+        await session.open()
+        assert session.evaluator is not None, "there are sets to evaluate"
+        work, evaluator = session.evaluate(), session.evaluator
+        result = await result_of(work, "evaluation", evaluator, session.dispatcher, show)
+        return result, [server.url for server in session.fleet.servers]
+    finally:
+        progress.close()
+        await session.close()
+        end_marked(mark)  # what rewards have started and left behind
+
+
+def _record(
+    config: JobConfig, subject: Subject, result: EvaluationResult, servers: Sequence[str]
+) -> dict[str, Any]:
+    settings = evaluation_sets(config.evaluation)
+    return {
+        "evaluated": subject.described,
+        "model": str(subject.model.path),
+        "servers": list(servers),
+        "version": result.version,
+        **evaluation_metrics(result),
+        "num_prompts": result.num_prompts,
+        "sets": {name: asdict(of_set) for name, of_set in settings.items()},
+    }

@@ -1,0 +1,49 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""From a TOML file and a command line to a configuration, and the pages of ``--help``.
+
+Nothing here imports torch, so that a mistake in a file and ``--help`` are answered at once.
+"""
+
+import sys
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from torchtitan.grpo.system.errors import RunError
+
+
+class ConfigError(RunError, ValueError):
+    """A configuration that cannot be used. The message names the key and the remedy."""
+
+
+@contextmanager
+def refusing(rule: str = "", say: Callable[[str], str] = str) -> Iterator[None]:
+    """Turns a ValueError into a ConfigError: as it is, or as the reason why a rule does not hold."""
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(say(f"{rule}: {error}." if rule else str(error))) from error
+
+
+@contextmanager
+def without_torch() -> Iterator[None]:
+    """Lets the tables of a configuration be imported without torch, which takes seconds.
+
+    Torchtitan's tables import it for methods that are not used here. Unless it has been imported
+    already, empty modules stand in for it until the end of the block.
+    """
+    if "torch" in sys.modules or "torchtitan.config" in sys.modules:
+        yield
+        return
+    package = types.ModuleType("torchtitan.config")
+    package.__path__ = [str(Path(p, "config")) for p in sys.modules["torchtitan"].__path__]
+    stand_ins = {"torch": types.ModuleType("torch"), "torchtitan.config": package}
+    sys.modules.update(stand_ins)
+    try:
+        yield
+    finally:
+        for name in stand_ins:
+            del sys.modules[name]
