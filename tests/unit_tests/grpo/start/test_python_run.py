@@ -38,12 +38,12 @@ def test_importing_the_package_imports_nothing_large(tmp_path):
     program = LIGHT + (
         "import sys, torchtitan.grpo\n"
         "loaded = {'torch', 'cloudpickle', 'msgspec', 'tomllib'} & {*sys.modules}\n"
-        "from torchtitan.grpo import functions\n"  # a module, not an export
-        "print(loaded, functions.__name__, hasattr(torchtitan.grpo, 'rum'))"
+        "from torchtitan.grpo import system\n"  # a module, not an export
+        "print(loaded, system.__name__, hasattr(torchtitan.grpo, 'rum'))"
     )
     command = [sys.executable, "-c", program]
     out = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
-    assert out == "set() torchtitan.grpo.system.functions False\n"
+    assert out == "set() torchtitan.grpo.system False\n"
 
 
 LOCK = threading.Lock()
