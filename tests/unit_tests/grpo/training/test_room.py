@@ -8,7 +8,7 @@ import copy
 import pytest
 import torch
 
-from torchtitan.grpo.training.room import CudaMemory, DeviceMemory, Room, device_memory
+from torchtitan.grpo.training.freed_memory import CudaMemory, DeviceMemory, Room, device_memory
 
 SETTINGS = {"lr": 1e-2, "weight_decay": 0.1, "muon_lr": 2e-2, "muon_dtype": "float32"}
 
