@@ -30,7 +30,7 @@ from torchtitan.grpo.rollout.saved import SavedRollouts
 from torchtitan.grpo.rollout.scoring import Scorer
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher
 from torchtitan.grpo.rollout.serving.requests import Sampling
-from torchtitan.grpo.rollout.serving.spare_room import SpareRoom
+from torchtitan.grpo.rollout.serving.spare_slots import SpareSlots
 from torchtitan.grpo.rollout.tables import open_table
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 from torchtitan.grpo.rollout.trajectory import TrajectoryWriter
@@ -147,7 +147,7 @@ def make_world(file: Path, codec: TextCodec, pool: RewardPool, settings: Setting
     dispatcher = Dispatcher(servers, rollout_of(settings), vocab_size=128)
     sampling = Sampling(6, 26, 1.0, 1.0, -1, (1,))
     producer, stream = make_producer(prompts, codec, pool, dispatcher, sampling, settings)
-    room = SpareRoom(dispatcher, 0, 12)
+    room = SpareSlots(dispatcher, 0, 12)
     held = HeldOut(
         "heldout",
         EvaluationSet(path=str(file)),

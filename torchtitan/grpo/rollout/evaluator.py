@@ -24,7 +24,7 @@ from torchtitan.grpo.rollout.results import (
 )
 from torchtitan.grpo.rollout.scoring import decode_all, environment_columns, prompt_text, read_ids
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher, Server
-from torchtitan.grpo.rollout.serving.spare_room import SpareRoom
+from torchtitan.grpo.rollout.serving.spare_slots import SpareSlots
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 from torchtitan.grpo.rollout.trajectory import CompletionWriter
 from torchtitan.grpo.system.waits import wait_at_most
@@ -55,7 +55,7 @@ class Evaluator:
         self,
         sets: Sequence[HeldOut],
         dispatcher: Dispatcher,
-        room: SpareRoom,
+        room: SpareSlots,
         pool: RewardPool,
         codec: TextCodec,
         drops: DropLog | None = None,

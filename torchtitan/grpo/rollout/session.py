@@ -46,7 +46,7 @@ from torchtitan.grpo.rollout.scoring import Scorer
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher
 from torchtitan.grpo.rollout.serving.fleet import ServerFleet, server_needs
 from torchtitan.grpo.rollout.serving.requests import Sampling
-from torchtitan.grpo.rollout.serving.spare_room import SpareRoom
+from torchtitan.grpo.rollout.serving.spare_slots import SpareSlots
 from torchtitan.grpo.rollout.teachers import TeacherNeeds, TeacherPool
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 from torchtitan.grpo.rollout.trajectory import CompletionWriter, TrajectoryWriter
@@ -218,7 +218,7 @@ def _read_saved(
 
 
 def make_writer(
-    one: EnvironmentInputs, codec: TextCodec, places: Dispatcher | SpareRoom, sampling: Sampling
+    one: EnvironmentInputs, codec: TextCodec, places: Dispatcher | SpareSlots, sampling: Sampling
 ) -> CompletionWriter:
     """Its completions also stop at the ends of an environment's turns."""
     config, rollout, episodes = one.config, one.config.rollout, None
@@ -259,7 +259,7 @@ def make_evaluator(
 ) -> Evaluator | None:
     if inputs.evaluation_pool is None:
         return None
-    room = SpareRoom(
+    room = SpareSlots(
         dispatcher, config.evaluation.max_concurrent, config.rollout.max_concurrent_rollouts
     )
     sets = []

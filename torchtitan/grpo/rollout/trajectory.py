@@ -24,7 +24,7 @@ from torchtitan.grpo.inference.client import ServerError
 from torchtitan.grpo.rollout.environments import EnvironmentFailed, Episode, Episodes
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher, Server
 from torchtitan.grpo.rollout.serving.requests import Sampling
-from torchtitan.grpo.rollout.serving.spare_room import SpareRoom
+from torchtitan.grpo.rollout.serving.spare_slots import SpareSlots
 from torchtitan.grpo.rollout.serving.waiting import next_server
 from torchtitan.grpo.types import Generation, Prompt, joined, without_contexts
 from torchtitan.grpo.types import Rollout as ScoredRollout
@@ -137,7 +137,7 @@ class TrajectoryWriter:
 
     def __init__(
         self,
-        places: Dispatcher | SpareRoom,
+        places: Dispatcher | SpareSlots,
         sampling: Sampling,
         config: Rollout,
         *,

@@ -25,7 +25,7 @@ from torchtitan.grpo.rollout.drops import DropLog
 from torchtitan.grpo.rollout.evaluator import Evaluator, HeldOut
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher
 from torchtitan.grpo.rollout.serving.requests import Sampling
-from torchtitan.grpo.rollout.serving.spare_room import SpareRoom
+from torchtitan.grpo.rollout.serving.spare_slots import SpareSlots
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 from torchtitan.grpo.rollout.trajectory import TrajectoryWriter
 from torchtitan.grpo.types import GenerateRequest, Generation, Prompt, VersionSegment
@@ -84,7 +84,7 @@ async def evaluator_of(
     config = Rollout(request_timeout_seconds=5, max_consecutive_failures=99)
     dispatcher = Dispatcher(servers, config, vocab_size=128)
     dispatcher.set_version("http://a", version)
-    room, drops = SpareRoom(dispatcher, 0, 16), DropLog(lambda text: None)
+    room, drops = SpareSlots(dispatcher, 0, 16), DropLog(lambda text: None)
     once = EvaluationSet(path="once.jsonl")
     often = EvaluationSet(path="often.jsonl", num_samples=4, temperature=0.7, pass_at=[1, 4])
     held = [

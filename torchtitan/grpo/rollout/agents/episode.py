@@ -30,7 +30,7 @@ from torchtitan.grpo.rollout.agents.tool_calls import CALL_MARKS, Parser, Spoken
 from torchtitan.grpo.rollout.agents.transcript import Context, Message, Transcript
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher, Server
 from torchtitan.grpo.rollout.serving.requests import Sampling
-from torchtitan.grpo.rollout.serving.spare_room import SpareRoom
+from torchtitan.grpo.rollout.serving.spare_slots import SpareSlots
 from torchtitan.grpo.rollout.serving.waiting import next_server
 from torchtitan.grpo.rollout.tokenizer import TextCodec, TextTooLong
 from torchtitan.grpo.types import Generation, Prompt, as_context, joined
@@ -60,7 +60,7 @@ class _Stop(NamedTuple):
 class EpisodeSettings:
     """What the episodes of one writer share. ``counts`` are those of its metrics."""
 
-    places: Dispatcher | SpareRoom
+    places: Dispatcher | SpareSlots
     sampling: Sampling
     codec: TextCodec
     parser: Parser | None

@@ -19,7 +19,7 @@ from torchtitan.grpo.rollout.drops import DropLog
 from torchtitan.grpo.rollout.environments import EnvironmentFailed
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher, Server
 from torchtitan.grpo.rollout.serving.requests import Sampling
-from torchtitan.grpo.rollout.serving.spare_room import SpareRoom
+from torchtitan.grpo.rollout.serving.spare_slots import SpareSlots
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 from torchtitan.grpo.rollout.trajectory import Trajectory
 from torchtitan.grpo.system.cores import usable_cores
@@ -69,7 +69,7 @@ class AgentWriter:
 
     def __init__(
         self,
-        places: Dispatcher | SpareRoom,
+        places: Dispatcher | SpareSlots,
         sampling: Sampling,
         config: RolloutProcessConfig,
         codec: TextCodec,

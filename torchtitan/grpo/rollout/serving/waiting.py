@@ -6,13 +6,13 @@
 from torchtitan.grpo.inference.client import ServerError
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher, Server
 from torchtitan.grpo.rollout.serving.patience import Patience
-from torchtitan.grpo.rollout.serving.spare_room import SpareRoom
+from torchtitan.grpo.rollout.serving.spare_slots import SpareSlots
 
 _LOOK_SECONDS = 0.5
 
 
 async def next_server(
-    places: Dispatcher | SpareRoom, floor: int, former_url: str, wait_seconds: float
+    places: Dispatcher | SpareSlots, floor: int, former_url: str, wait_seconds: float
 ) -> Server:
     """Waits for the former server, which has the prefix, or another one of version ``floor`` or newer."""
     patience = Patience(wait_seconds)

@@ -19,7 +19,7 @@ from torchtitan.grpo.rollout.serving import dispatcher as dispatcher_module
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher
 from torchtitan.grpo.rollout.serving.patience import Patience
 from torchtitan.grpo.rollout.serving.server_state import Server
-from torchtitan.grpo.rollout.serving.spare_room import SpareRoom
+from torchtitan.grpo.rollout.serving.spare_slots import SpareSlots
 from torchtitan.grpo.rollout.trajectory import TrajectoryWriter
 from torchtitan.grpo.types import GenerateRequest, Generation, Prompt
 
@@ -193,7 +193,7 @@ async def test_writers_go_on_where_a_cut_has_ended(is_evaluation: bool):
     other.answer = other.finish
     dispatcher = make(server, other)
     dispatcher.set_version(A, 0)
-    places = SpareRoom(dispatcher, 8, 8) if is_evaluation else dispatcher
+    places = SpareSlots(dispatcher, 8, 8) if is_evaluation else dispatcher
     writer = TrajectoryWriter(places, SAMPLING, Rollout())
     trajectories = [
         writer.start(Prompt(i, "abc", PROMPT.token_ids, {}), dispatcher.servers[A])

@@ -11,7 +11,7 @@ from local_server import PROMPT, SAMPLING, LocalServer, attested, generation
 
 from torchtitan.grpo.inference.client import ServerLoad
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher
-from torchtitan.grpo.rollout.serving.spare_room import SpareRoom
+from torchtitan.grpo.rollout.serving.spare_slots import SpareSlots
 from torchtitan.grpo.types import GenerateRequest, Generation
 
 MOST_ROLLOUTS = 8
@@ -32,14 +32,14 @@ class Holding(LocalServer):
 @contextlib.asynccontextmanager
 async def started(
     names: str = "a", *, max_concurrent: int = 0, **settings: Any
-) -> AsyncIterator[tuple[Dispatcher, SpareRoom, list[Holding]]]:
+) -> AsyncIterator[tuple[Dispatcher, SpareSlots, list[Holding]]]:
     clients = [Holding(f"http://{name}") for name in names]
     dispatcher = attested(*clients, max_concurrent_rollouts=MOST_ROLLOUTS, **settings)
-    yield dispatcher, SpareRoom(dispatcher, max_concurrent, MOST_ROLLOUTS), clients
+    yield dispatcher, SpareSlots(dispatcher, max_concurrent, MOST_ROLLOUTS), clients
     await dispatcher.close()
 
 
-def fill(places: Dispatcher | SpareRoom, limit: int = 99) -> list[asyncio.Task[Generation]]:
+def fill(places: Dispatcher | SpareSlots, limit: int = 99) -> list[asyncio.Task[Generation]]:
     """Starts as many completions as there are places."""
     started = []
     while len(started) < limit and (server := places.choose(lambda version: True)) is not None:

@@ -22,7 +22,7 @@ _MUCH_KV = 0.8
 _ALWAYS = 16
 
 
-class SpareRoom:
+class SpareSlots:
     """Starts completions where they delay no rollout, as a `Dispatcher` starts rollouts.
 
     ``max_rollouts`` limits rollouts and completions of evaluations together, but for the few
