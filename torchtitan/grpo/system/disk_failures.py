@@ -25,7 +25,7 @@ _ALMOST_FULL_MIB = 1
 def disk_failure(error: BaseException, dump_folder: str) -> str | None:
     name = getattr(error, "filename", None)
     path = Path(name) if isinstance(name, str) else Path(dump_folder)
-    if no_room := room_problem([error], path):
+    if no_room := disk_space_problem([error], path):
         return (
             f"{no_room[0].upper()}{no_room[1:]}. Make room, for instance with "
             "checkpoint.keep_latest_k, or put job.dump_folder on another disk, and start the same "
@@ -39,7 +39,7 @@ def disk_failure(error: BaseException, dump_folder: str) -> str | None:
     return None
 
 
-def room_problem(errors: list[BaseException], path: Path) -> str | None:
+def disk_space_problem(errors: list[BaseException], path: Path) -> str | None:
     """Returns a clause that says why a disk took no more; None if the errors have another cause."""
     numbers, disk = {_number(error) for error in errors}, _disk_of(path)
     mib = disk.f_bavail * disk.f_frsize / 2**20
@@ -66,7 +66,7 @@ def room_problem(errors: list[BaseException], path: Path) -> str | None:
 def describe_failure(errors: list[BaseException], path: Path) -> str:
     """Describes in one line why something was not written to a path."""
     text = f"{type(errors[0]).__name__}: {errors[0]}".splitlines()[0]
-    no_room = room_problem(errors, path)
+    no_room = disk_space_problem(errors, path)
     return f"{no_room} ({text})" if no_room else text
 
 
