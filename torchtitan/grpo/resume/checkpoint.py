@@ -25,7 +25,7 @@ from torchtitan.grpo.models.lora import begin_adapters
 from torchtitan.grpo.resume.checkpoint_files import is_whole, remove_incomplete
 from torchtitan.grpo.resume.checkpoint_manager import GRPOCheckpointManager, LastSaveFailed
 from torchtitan.grpo.resume.kept_record import STATE_KEY, CheckpointDamaged, RecordState
-from torchtitan.grpo.resume.resumption import Start, describe_start, is_finished, plan_start
+from torchtitan.grpo.resume.resumption import Start, choose_start, describe_start, is_finished
 from torchtitan.grpo.rollout.link import RolloutFailed
 from torchtitan.grpo.run_folder.launch import LAUNCH_VARIABLE
 from torchtitan.grpo.run_folder.start_record import without_keys
@@ -60,13 +60,13 @@ class RunFinished(Exception):
 
 
 def find_start(config: JobConfig, model: HFModel) -> Start:
-    """Decides how the run starts (`plan_start`), from checkpoints whose contents were checked.
+    """Decides how the run starts (`choose_start`), from checkpoints whose contents were checked.
 
     Each rank reads a share of them. Collective, as is RunFinished. Removes interrupted saves.
     """
     damaged: dict[int, str] = {}
     while True:
-        start = plan_start(config, model, damaged, goes_on=True)
+        start = choose_start(config, model, damaged, goes_on=True)
         folder = start.folder
         rank, num_ranks = dist.get_rank(), dist.get_world_size()
         own = [] if folder is None else list(damaged_files(folder, rank, num_ranks))

@@ -3,7 +3,7 @@
 
 """Decides how a run starts, anew or from a checkpoint, and tells what then differs.
 
-:func:`plan_start` only reads: every rank, and a dry run, comes to the same plan from the files.
+:func:`choose_start` only reads: every rank, and a dry run, comes to the same plan from the files.
 """
 
 from collections.abc import Iterator, Mapping
@@ -48,7 +48,7 @@ class Start:
         return invalidates_rollouts(self.changes)
 
 
-def plan_start(
+def choose_start(
     config: JobConfig,
     model: HFModel,
     damaged: Mapping[int, str] | None = None,

@@ -37,10 +37,10 @@ from torchtitan.grpo.models.hub import locate_models
 from torchtitan.grpo.observe.console import init_console
 from torchtitan.grpo.resume.checkpoint import RunFinished
 from torchtitan.grpo.resume.resumption import (
+    choose_start,
     describe_finished,
     describe_start,
     is_finished,
-    plan_start,
 )
 from torchtitan.grpo.run_folder.folder import RunFolder, check_folder, describe_folder
 from torchtitan.grpo.start.dry_run import dry_run
@@ -136,7 +136,7 @@ def findings(args: list[str], *, shows_settings: bool = False) -> tuple[int, Ite
     status, date = 0, ""
     try:
         check_folder(config)
-        start = plan_start(config, model)
+        start = choose_start(config, model)
         lines, date = [*describe_start(config, start), *describe_folder(config)], start.record.date
     except RunError as error:  # the settings are right, but not the folder
         status, lines = 2, [f"would be refused: {error}"]
@@ -153,7 +153,7 @@ def _train_in_folder(make_trainer: TrainerFactory, config: JobConfig, hf_model: 
     except RunError as error:
         return _report(True, error, 2)
     try:
-        start = plan_start(config, hf_model, goes_on=folder.is_restart)
+        start = choose_start(config, hf_model, goes_on=folder.is_restart)
         if folder.is_restart:
             print("The ranks were started again.", *describe_start(config, start), flush=True)
         if is_finished(config, start):

@@ -22,10 +22,10 @@ from torchtitan.grpo.resume.kept_record import STATE_KEY, RecordState, RunRecord
 from torchtitan.grpo.resume.resumption import (
     CheckpointError,
     Start,
+    choose_start,
     describe_finished,
     describe_start,
     is_finished,
-    plan_start,
 )
 from torchtitan.grpo.run_folder.launch import LAUNCH_VARIABLE
 from torchtitan.grpo.system.files import sums_of, write_sums
@@ -44,7 +44,7 @@ class World:
 
     def plan(self, *arguments: str) -> Start:
         config = self.config(*arguments)
-        return plan_start(config, read_hf_model(config.model.hf_assets_path))
+        return choose_start(config, read_hf_model(config.model.hf_assets_path))
 
     def describe(self, *arguments: str) -> str:
         return "\n".join(describe_start(self.config(*arguments), self.plan(*arguments)))
