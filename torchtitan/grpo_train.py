@@ -43,7 +43,7 @@ from torchtitan.grpo.system.stop import StopRequest
 from torchtitan.grpo.training.evaluations import Evaluations, HeldOutLoss
 from torchtitan.grpo.training.guards import Guards
 from torchtitan.grpo.training.learner import Learned, build_learner
-from torchtitan.grpo.training.lending import build_loan
+from torchtitan.grpo.training.loan import build_loan
 from torchtitan.grpo.training.memory_choice import resolve_kept
 from torchtitan.grpo.training.model_spec import build_policy_runner, register_hf_model
 from torchtitan.grpo.training.policy_probe import build_probe
