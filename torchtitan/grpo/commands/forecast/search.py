@@ -13,7 +13,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from torchtitan.grpo.commands.forecast.lending import LendingSimulation
+from torchtitan.grpo.commands.forecast.lend_forecast import LendingSimulation
 from torchtitan.grpo.commands.forecast.simulation import Outcome, Simulation
 from torchtitan.grpo.commands.forecast.system import System, scaled
 

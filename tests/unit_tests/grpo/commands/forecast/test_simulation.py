@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from torchtitan.grpo.commands.forecast.lending import LendingSimulation
+from torchtitan.grpo.commands.forecast.lend_forecast import LendingSimulation
 from torchtitan.grpo.commands.forecast.search import Plan, Split, fitted_reward, simulate
 from torchtitan.grpo.commands.forecast.simulation import Simulation
 from torchtitan.grpo.commands.forecast.system import Lengths, scaled
