@@ -42,7 +42,7 @@ from torchtitan.grpo.system.rank_channel import RankChannel
 from torchtitan.grpo.system.stop import StopRequest
 from torchtitan.grpo.training.evaluations import Evaluations, HeldOutLoss
 from torchtitan.grpo.training.guards import Guards
-from torchtitan.grpo.training.learner import Learned, build_learner
+from torchtitan.grpo.training.learner import StepResult, build_learner
 from torchtitan.grpo.training.loan import build_loan
 from torchtitan.grpo.training.memory_choice import resolve_kept
 from torchtitan.grpo.training.model_spec import build_policy_runner, register_hf_model
@@ -401,7 +401,7 @@ class GRPOTrainer(Trainer):
         self.enter("exporting the model")
         return checkpoint.export(self, self.sd_adapter, self.hf_model, is_last=is_last)
 
-    def _log_step(self, learned: Learned, learning_rate: float) -> None:
+    def _log_step(self, learned: StepResult, learning_rate: float) -> None:
         times = self.clock.end_step()
         if self.source is None:
             return

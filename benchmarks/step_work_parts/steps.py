@@ -51,7 +51,7 @@ from torchtitan.grpo.training.memory_estimate import (
 )
 from torchtitan.grpo.training.model_spec import build_policy_runner, hf_train_spec, parameter_shapes
 from torchtitan.grpo.training.ranks import rank_role
-from torchtitan.grpo.training.step import Scorer
+from torchtitan.grpo.training.scoring import Scorer
 from torchtitan.grpo.types import BatchPart, PromptProgress
 from torchtitan.grpo.upstream.models import Qwen3ModelArgs, qwen3_train_spec
 from torchtitan.grpo.upstream.parallelism import ParallelDims, dist_utils

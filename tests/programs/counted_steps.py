@@ -30,7 +30,7 @@ import torch.distributed as dist
 from step_work import CASES
 from work import Shape
 
-from torchtitan.grpo.training.step import MinibatchLoss
+from torchtitan.grpo.training.scoring import MinibatchLoss
 
 
 def counted(folder: Path, *overrides: str, num_rows: int = 4) -> dict[str, Any]:

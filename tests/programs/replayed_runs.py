@@ -21,7 +21,7 @@ from torchtitan.grpo.resume.resumption import CheckpointError
 from torchtitan.grpo.system.rank_channel import RankChannel
 from torchtitan.grpo.system.stop import StopRequest
 from torchtitan.grpo.training.guards import GuardStopped
-from torchtitan.grpo.training.learner import Learned
+from torchtitan.grpo.training.learner import StepResult
 from torchtitan.grpo.training.stage_runner import PipelineRunner
 from torchtitan.grpo.upstream.trainer import train_spec as train_specs
 from torchtitan.grpo.weight_sync.publisher import Publisher
@@ -71,7 +71,7 @@ class RecordedTrainer(GRPOTrainer):
 
         return run_and_count
 
-    def _log_step(self, learned: Learned, learning_rate: float) -> None:
+    def _log_step(self, learned: StepResult, learning_rate: float) -> None:
         self.spikes += learned.spikes
         super()._log_step(learned, learning_rate)
 

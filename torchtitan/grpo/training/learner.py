@@ -23,7 +23,7 @@ from torchtitan.grpo.training.model_spec import build_reference
 from torchtitan.grpo.training.ranks import RankRole
 from torchtitan.grpo.training.reference import base_reference
 from torchtitan.grpo.training.runner import ForwardJob, ModelRunner, TrainJob
-from torchtitan.grpo.training.step import Minibatch, MinibatchLoss, Scorer
+from torchtitan.grpo.training.scoring import Minibatch, MinibatchLoss, Scorer
 from torchtitan.grpo.upstream.trainer import OptimizersContainer, Trainer
 
 
@@ -82,7 +82,7 @@ class GradientParts:
 
 
 @dataclass(frozen=True)
-class Learned:
+class StepResult:
     """Result of a batch's optimizer steps on one rank, with ``totals`` of all ranks.
 
     ``batch`` may be the last part, with the counts of all. ``grad_norms`` are before clipping.
@@ -134,9 +134,9 @@ class Learner:
     def critic(self) -> Critic | None:
         return self.scorer.critic
 
-    def learn(self, batch: TrainBatch, step: int) -> Learned | None:
+    def learn(self, batch: TrainBatch, step: int) -> StepResult | None:
         """Learns from a whole batch. Returns None if a guard ends the run."""
-        learned = Learned(batch, self._new_totals(), [], self._new_critic_metrics())
+        learned = StepResult(batch, self._new_totals(), [], self._new_critic_metrics())
         self.scorer.policy.begin_step(step)
         if self._are_rewards_refused(step, [batch.samples]):
             return None
@@ -154,7 +154,7 @@ class Learner:
 
     def learn_in_parts(
         self, batch: TrainBatch | None, step: int, next_part: Callable[[], TrainBatch | None]
-    ) -> Learned | None:
+    ) -> StepResult | None:
         """Takes the one step of a batch in parts; see :class:`GradientParts`.
 
         ``next_part`` returns None if the run is to end, and so does this, or if a guard ends it.
@@ -183,13 +183,13 @@ class Learner:
         if self.critic is not None:
             self.critic.schedulers.step()
 
-    def _finish_parts(self, gradient: GradientParts, step: int) -> Learned | None:
+    def _finish_parts(self, gradient: GradientParts, step: int) -> StepResult | None:
         of_critic = [] if self.critic is None else self.critic.clipper.parameters()
         gradient.finish([*self.clipper.parameters(), *of_critic])
         metrics = gradient.of_critic
         if metrics is not None:  # those of the losses are added with the step
             metrics = CriticMetrics(metrics.learning_rate, moments=metrics.moments)
-        learned = Learned(gradient.whole(), self._new_totals(), [], metrics)
+        learned = StepResult(gradient.whole(), self._new_totals(), [], metrics)
         if self._are_rewards_refused(step, gradient.samples):
             return None
         totals, of_critic = gradient.totals, gradient.of_critic
@@ -225,7 +225,7 @@ class Learner:
         return self.guards.judge_rewards(step, are_equal=are_equal) is Verdict.STOP
 
     def _update(
-        self, minibatches: list[Minibatch], index: int, step: int, learned: Learned
+        self, minibatches: list[Minibatch], index: int, step: int, learned: StepResult
     ) -> bool:
         old = [minibatch.old for minibatch in minibatches if minibatch.old is not None]
         ref = [minibatch.ref for minibatch in minibatches if minibatch.ref is not None]
@@ -265,7 +265,7 @@ class Learner:
     def _apply_gradient(
         self,
         step: int,
-        learned: Learned,
+        learned: StepResult,
         totals: MetricTotals,
         of_critic: CriticMetrics | None = None,
     ) -> bool:
@@ -294,7 +294,7 @@ class Learner:
         learned.add(totals, norm)
         return verdict is not Verdict.STOP
 
-    def _forget_idle_states(self, step: int, learned: Learned) -> None:
+    def _forget_idle_states(self, step: int, learned: StepResult) -> None:
         """Lets the policy's first step after the critic's warmup begin with new optimizer states.
 
         A checkpoint in the warmup has made states that count a step of the policy, which took none.
@@ -305,7 +305,7 @@ class Learner:
                 optimizer.state.clear()
 
     def _reduce_critic(
-        self, metrics: CriticMetrics | None, grad_norm: torch.Tensor | None, learned: Learned
+        self, metrics: CriticMetrics | None, grad_norm: torch.Tensor | None, learned: StepResult
     ) -> dict[str, float]:
         """Combines a critic's metrics of an optimizer step over all ranks, for guards and logs."""
         if metrics is None or learned.of_critic is None:

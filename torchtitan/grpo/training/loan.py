@@ -23,7 +23,7 @@ from torchtitan.grpo.system.errors import RunError
 from torchtitan.grpo.system.logs import logger
 from torchtitan.grpo.training.freed_memory import Room, device_memory
 from torchtitan.grpo.training.reference import Reference
-from torchtitan.grpo.training.step import Scorer
+from torchtitan.grpo.training.scoring import Scorer
 from torchtitan.grpo.upstream.trainer import Trainer
 
 

@@ -7,7 +7,7 @@ from rollouts import rollout
 
 from torchtitan.grpo.data.rows import NO_SAMPLE, Sample, TrainRows, build_rows, sequences_of
 from torchtitan.grpo.rollout.completion_checks import longest_sequence
-from torchtitan.grpo.training.step import with_top_k
+from torchtitan.grpo.training.scoring import with_top_k
 from torchtitan.grpo.types import NO_TOKEN, Rollout, without_contexts
 
 
