@@ -8,16 +8,16 @@ from typing import Any
 
 from torchtitan.grpo.rollout.agents.exchange import (
     Answer,
-    Asked,
-    Choice,
+    ModelAnswer,
+    ModelRequest,
     read_messages,
     read_tools,
     shared_settings,
 )
 
 
-def read(body: Mapping[str, Any]) -> Asked:
-    return Asked(
+def read(body: Mapping[str, Any]) -> ModelRequest:
+    return ModelRequest(
         messages=read_messages(body.get("messages")),
         tools=read_tools(body),
         may_call=body.get("tool_choice") != "none",
@@ -27,7 +27,7 @@ def read(body: Mapping[str, Any]) -> Asked:
     )
 
 
-def write(answer: Answer, asked: Asked) -> dict[str, Any]:
+def write(answer: Answer, asked: ModelRequest) -> dict[str, Any]:
     choices = []
     for index, choice in enumerate(answer.choices):
         written = {"index": index, "message": choice.message(), **_end(choice, asked)}
@@ -37,7 +37,7 @@ def write(answer: Answer, asked: Asked) -> dict[str, Any]:
     return {**head, "choices": choices, "usage": answer.usage, **extra}
 
 
-def stream(answer: Answer, asked: Asked) -> Iterator[dict[str, Any]]:
+def stream(answer: Answer, asked: ModelRequest) -> Iterator[dict[str, Any]]:
     """Yields the chunks of an answer that was written as a whole."""
     head = answer.head("chatcmpl", "chat.completion.chunk")
     for index, choice in enumerate(answer.choices):
@@ -52,7 +52,7 @@ def stream(answer: Answer, asked: Asked) -> Iterator[dict[str, Any]]:
         yield head | {"choices": [], "usage": answer.usage}
 
 
-def _end(choice: Choice, asked: Asked) -> dict[str, Any]:
+def _end(choice: ModelAnswer, asked: ModelRequest) -> dict[str, Any]:
     logprobs = {"content": token_logprobs(choice)} if asked.wants_logprobs else None
     return {
         "finish_reason": choice.finish_reason,
@@ -61,7 +61,7 @@ def _end(choice: Choice, asked: Asked) -> dict[str, Any]:
     }
 
 
-def token_logprobs(choice: Choice) -> list[dict[str, Any]]:
+def token_logprobs(choice: ModelAnswer) -> list[dict[str, Any]]:
     values = zip(
         choice.token_ids, choice.token_texts, choice.token_bytes, choice.logprobs, strict=True
     )

@@ -18,7 +18,7 @@ from aiohttp.http import HttpProcessingError
 from torchtitan.grpo.inference.client import ServerError
 from torchtitan.grpo.rollout.agents import chat_route, responses_route, text_route
 from torchtitan.grpo.rollout.agents.episode import AgentEpisode, parsed_reward
-from torchtitan.grpo.rollout.agents.exchange import Answer, Asked, BadRequest
+from torchtitan.grpo.rollout.agents.exchange import Answer, BadRequest, ModelRequest
 from torchtitan.grpo.rollout.agents.programs import MODEL
 from torchtitan.grpo.system import strict_json
 from torchtitan.grpo.system.connections import answering, raise_descriptor_limit
@@ -120,7 +120,7 @@ class AgentEndpoint:
         self, route: ModuleType | SimpleNamespace, http: web.Request, episode: AgentEpisode
     ) -> web.StreamResponse:
         body = await _body(http, episode)
-        asked: Asked = await episode.in_thread(lambda: route.read(body))
+        asked: ModelRequest = await episode.in_thread(lambda: route.read(body))
         answer = await self._answer(body, asked, episode)
         if asked.stream:
             return await _stream(http, route.stream(answer, asked), is_named=False)
@@ -164,7 +164,9 @@ class AgentEndpoint:
         self._tell(http.path, f"was answered with 404. {text}")
         return _error(404, text, code="not_found")
 
-    async def _answer(self, body: dict[str, Any], asked: Asked, episode: AgentEpisode) -> Answer:
+    async def _answer(
+        self, body: dict[str, Any], asked: ModelRequest, episode: AgentEpisode
+    ) -> Answer:
         for name in episode.ignored(asked):
             self._tell(name[:80], f"asks for {name!r:.80}. {_IGNORED}")
         if body.get("model") not in (None, MODEL):

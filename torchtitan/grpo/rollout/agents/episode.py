@@ -18,9 +18,9 @@ import numpy as np
 from torchtitan.grpo.config import RolloutProcessConfig
 from torchtitan.grpo.rollout.agents.exchange import (
     Answer,
-    Asked,
     BadRequest,
-    Choice,
+    ModelAnswer,
+    ModelRequest,
     read_messages,
 )
 from torchtitan.grpo.rollout.agents.programs import MODEL, REWARD, finite_number
@@ -93,7 +93,7 @@ class AgentEpisode:
         self._transcript = Transcript(settings.codec, templated=templated)
         self._num_asked = 0
         self._reading = asyncio.Semaphore(_MOST_READ)
-        self._writing: set[asyncio.Task[tuple[Choice, Generation]]] = set()
+        self._writing: set[asyncio.Task[tuple[ModelAnswer, Generation]]] = set()
         self._answers = itertools.count()
         self._rows_of: dict[str, list[Row]] = {}
         self._num_in_flight = 0
@@ -157,7 +157,7 @@ class AgentEpisode:
         for row in rows:
             row.reward, row.rewarded = reward, answer
 
-    async def answer(self, asked: Asked) -> Answer:
+    async def answer(self, asked: ModelRequest) -> Answer:
         """Raises BadRequest, and ServerError if no server answers, which also ends the episode."""
         try:
             context = await self.in_thread(lambda: self._context(asked))
@@ -195,8 +195,8 @@ class AgentEpisode:
         return await asyncio.shield(work)
 
     async def _choices(
-        self, asked: Asked, context: Context, room: int, first: int
-    ) -> tuple[list[Choice], list[Row]]:
+        self, asked: ModelRequest, context: Context, room: int, first: int
+    ) -> tuple[list[ModelAnswer], list[Row]]:
         """Keeps all answers of a request, or none: the client may leave before the last one."""
         rows = [self._rows.place(context.token_ids) for _ in range(asked.number)]
         tasks = [
@@ -225,7 +225,7 @@ class AgentEpisode:
             for row in rows:
                 self._rows.release(row)
 
-    def _context(self, asked: Asked) -> Context:
+    def _context(self, asked: ModelRequest) -> Context:
         if asked.token_ids is not None:
             largest, vocab_size = max(asked.token_ids), self._settings.config.vocab_size
             if largest >= vocab_size:
@@ -247,7 +247,7 @@ class AgentEpisode:
             )
         return self._transcript.context(asked.messages, asked.tools, continues=asked.continues)
 
-    def _room(self, context: Context, asked: Asked) -> int:
+    def _room(self, context: Context, asked: ModelRequest) -> int:
         """The number of tokens that an answer may have."""
         sampling = self._settings.sampling
         num_shown, most = len(context.token_ids), sampling.max_total_tokens
@@ -257,7 +257,7 @@ class AgentEpisode:
             raise TextTooLong(most, f"{num_shown} tokens already")
         return min(most - num_shown, sampling.max_new_tokens, asked.max_tokens or most)
 
-    def ignored(self, asked: Asked) -> tuple[str, ...]:
+    def ignored(self, asked: ModelRequest) -> tuple[str, ...]:
         """Names of what a request asks for and does not get."""
         allowed = self._settings.config.agent.allow_sampling
         return asked.ignored + (() if allowed else tuple(asked.sampling))
@@ -279,15 +279,15 @@ class AgentEpisode:
                     self._hold.enter_context(self._settings.places.hold())
 
     async def _write(
-        self, asked: Asked, context: Context, room: int, number: int
-    ) -> tuple[Choice, Generation]:
+        self, asked: ModelRequest, context: Context, room: int, number: int
+    ) -> tuple[ModelAnswer, Generation]:
         """Writes the answer of this number in the episode."""
         written, stopped = await self._generate(asked, context, room, number)
         # In a thread: long answers take milliseconds to decode.
         return await asyncio.to_thread(self._choice, asked, context, written, stopped), written
 
     async def _generate(
-        self, asked: Asked, context: Context, room: int, number: int
+        self, asked: ModelRequest, context: Context, room: int, number: int
     ) -> tuple[Generation, _Stop | None]:
         """Returns an answer, and the stop string that ended it."""
         settings, rollout = self._settings, self._settings.config.rollout
@@ -318,7 +318,7 @@ class AgentEpisode:
             if written.finish_reason != "length" or len(written.token_ids) >= room:
                 return written, None
 
-    def _stopped(self, asked: Asked, written: Generation) -> tuple[Generation, _Stop] | None:
+    def _stopped(self, asked: ModelRequest, written: Generation) -> tuple[Generation, _Stop] | None:
         """Cuts an answer behind the token that completes the first stop string in its text."""
         ids = written.token_ids.tolist()
         text = self._text(asked, ids)
@@ -333,22 +333,22 @@ class AgentEpisode:
             low, high = (low, middle) if is_enough else (middle + 1, high)
         return replace(_beginning(written, low), finish_reason="stop"), first
 
-    def _sampling(self, asked: Asked) -> Sampling:
+    def _sampling(self, asked: ModelRequest) -> Sampling:
         allowed = asked.sampling if self._settings.config.agent.allow_sampling else {}
         return replace(self._settings.sampling, **allowed)
 
-    def _text(self, asked: Asked, ids: list[int]) -> str:
+    def _text(self, asked: ModelRequest, ids: list[int]) -> str:
         """The text of an answer, with the special tokens that divide it, if they may."""
         marks = () if asked.messages is None else THINKING_MARKS
         marks += CALL_MARKS if self._parser(asked) else ()
         return self._settings.codec.decode(ids, marks)
 
-    def _parser(self, asked: Asked) -> Parser | None:
+    def _parser(self, asked: ModelRequest) -> Parser | None:
         return self._settings.parser if asked.tools and asked.may_call else None
 
     def _choice(
-        self, asked: Asked, context: Context, written: Generation, stopped: _Stop | None
-    ) -> Choice:
+        self, asked: ModelRequest, context: Context, written: Generation, stopped: _Stop | None
+    ) -> ModelAnswer:
         codec, parser = self._settings.codec, self._parser(asked)
         ids = written.token_ids.tolist()
         text, reasoning = self._text(asked, ids), ""
@@ -358,7 +358,7 @@ class AgentEpisode:
         spoken = Spoken(text, []) if parser is None else parser(text, asked.tools)
         is_cut = written.finish_reason == "length"
         shown = ids if asked.wants_logprobs else []
-        return Choice(
+        return ModelAnswer(
             token_ids=ids,
             token_texts=[codec.decode_exactly([i]) for i in shown],
             token_bytes=[codec.token_bytes(i) for i in shown],
@@ -370,7 +370,7 @@ class AgentEpisode:
             calls=_with_ids(spoken.calls),
         )
 
-    def _note(self, asked: Asked, context: Context, choice: Choice) -> None:
+    def _note(self, asked: ModelRequest, context: Context, choice: ModelAnswer) -> None:
         """Adds the answer to what later requests may begin with."""
         ids = choice.token_ids
         if asked.token_ids is not None:

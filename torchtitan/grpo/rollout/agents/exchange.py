@@ -44,7 +44,7 @@ class BadRequest(ValueError):
 
 
 @dataclass(frozen=True)
-class Asked:
+class ModelRequest:
     """A request for ``number`` answers to either ``messages``, a ``text``, or ``token_ids``.
 
     Attributes:
@@ -72,7 +72,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Choice:
+class ModelAnswer:
     """One answer. ``finish_reason`` is OpenAI's: ``stop``, ``length`` or ``tool_calls``.
 
     ``stop_reason`` is the stop string that ended it, as vLLM tells it, or None.
@@ -110,7 +110,7 @@ class Answer:
     created: int
     model: str
     prompt_ids: list[int]
-    choices: list[Choice]
+    choices: list[ModelAnswer]
 
     def head(self, prefix: str, kind: str) -> dict[str, Any]:
         number, created = f"{prefix}-{self.number}", self.created
@@ -141,7 +141,7 @@ class _Settings(msgspec.Struct):
 
 
 def shared_settings(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Reads what the routes have in common, for :class:`Asked`."""
+    """Reads what the routes have in common, for :class:`ModelRequest`."""
     try:
         read = msgspec.convert(body, _Settings)
     except msgspec.ValidationError as error:

@@ -9,9 +9,9 @@ from typing import Any
 
 from torchtitan.grpo.rollout.agents.exchange import (
     Answer,
-    Asked,
     BadRequest,
-    Choice,
+    ModelAnswer,
+    ModelRequest,
     make_call,
     read_text,
     read_tools,
@@ -20,12 +20,12 @@ from torchtitan.grpo.rollout.agents.exchange import (
 from torchtitan.grpo.rollout.agents.transcript import Message
 
 
-def read(body: Mapping[str, Any], earlier: list[Message]) -> Asked:
+def read(body: Mapping[str, Any], earlier: list[Message]) -> ModelRequest:
     """``earlier`` is the conversation of ``previous_response_id``, without its instructions."""
     given = body.get("instructions")
     text = read_text({"content": given}, "instructions")
     system: list[Message] = [{"role": "system", "content": text}] if given else []
-    asked = Asked(
+    asked = ModelRequest(
         messages=[*system, *earlier, *read_items(body.get("input"))],
         tools=read_tools(body),
         may_call=body.get("tool_choice") != "none",
@@ -69,7 +69,7 @@ def _read_item(item: Any, messages: list[Message], param: str) -> None:
         )
 
 
-def write(answer: Answer, asked: Asked) -> dict[str, Any]:
+def write(answer: Answer, asked: ModelRequest) -> dict[str, Any]:
     (choice,) = answer.choices
     is_cut = choice.finish_reason == "length"
     usage = answer.usage
@@ -101,7 +101,7 @@ def write(answer: Answer, asked: Asked) -> dict[str, Any]:
     }
 
 
-def stream(answer: Answer, asked: Asked) -> Iterator[dict[str, Any]]:
+def stream(answer: Answer, asked: ModelRequest) -> Iterator[dict[str, Any]]:
     """Yields the events of an answer that was written as a whole."""
     whole = write(answer, asked)
     begun = whole | {"status": "in_progress", "output": [], "usage": None}
@@ -141,7 +141,7 @@ def _item_events(item: dict[str, Any], index: int) -> Iterator[dict[str, Any]]:
     yield {"type": "response.output_item.done", "output_index": index, "item": item}
 
 
-def _items(answer: Answer, choice: Choice) -> list[dict[str, Any]]:
+def _items(answer: Answer, choice: ModelAnswer) -> list[dict[str, Any]]:
     items: list[dict[str, Any]] = []
     if choice.text or not choice.calls:
         part = {"type": "output_text", "text": choice.text, "annotations": [], "logprobs": []}

@@ -10,14 +10,14 @@ from typing import Any
 
 from torchtitan.grpo.rollout.agents.exchange import (
     Answer,
-    Asked,
     BadRequest,
-    Choice,
+    ModelAnswer,
+    ModelRequest,
     shared_settings,
 )
 
 
-def read(body: Mapping[str, Any]) -> Asked:
+def read(body: Mapping[str, Any]) -> ModelRequest:
     prompt = body.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
         prompt = prompt[0]
@@ -27,16 +27,18 @@ def read(body: Mapping[str, Any]) -> Asked:
     if body.get("echo") or body.get("suffix"):
         raise BadRequest("echo and suffix are not supported: send neither.", param="echo")
     if isinstance(prompt, str):
-        return Asked(text=prompt, **settings)
-    return Asked(token_ids=_read_ids(prompt, "prompt"), **settings)
+        return ModelRequest(text=prompt, **settings)
+    return ModelRequest(token_ids=_read_ids(prompt, "prompt"), **settings)
 
 
-def read_ids_body(body: Mapping[str, Any]) -> Asked:
+def read_ids_body(body: Mapping[str, Any]) -> ModelRequest:
     sampling = body.get("sampling_params") or {}
     if not isinstance(sampling, dict):
         raise BadRequest("sampling_params must be an object.", param="sampling_params")
     ids = _read_ids(body.get("token_ids"), "token_ids")
-    return replace(Asked(token_ids=ids, may_call=False, **shared_settings(sampling)), stream=False)
+    return replace(
+        ModelRequest(token_ids=ids, may_call=False, **shared_settings(sampling)), stream=False
+    )
 
 
 def _read_ids(value: Any, param: str) -> list[int]:
@@ -48,13 +50,13 @@ def _read_ids(value: Any, param: str) -> list[int]:
     return list(value)
 
 
-def write(answer: Answer, asked: Asked) -> dict[str, Any]:
+def write(answer: Answer, asked: ModelRequest) -> dict[str, Any]:
     choices = [_choice(choice, index, asked) for index, choice in enumerate(answer.choices)]
     head = answer.head("cmpl", "text_completion")
     return {**head, "choices": choices, "usage": answer.usage}
 
 
-def stream(answer: Answer, asked: Asked) -> Iterator[dict[str, Any]]:
+def stream(answer: Answer, asked: ModelRequest) -> Iterator[dict[str, Any]]:
     head = answer.head("cmpl", "text_completion")
     for index, choice in enumerate(answer.choices):
         yield head | {"choices": [_choice(choice, index, asked)]}
@@ -62,7 +64,7 @@ def stream(answer: Answer, asked: Asked) -> Iterator[dict[str, Any]]:
         yield head | {"choices": [], "usage": answer.usage}
 
 
-def write_ids(answer: Answer, asked: Asked) -> dict[str, Any]:
+def write_ids(answer: Answer, asked: ModelRequest) -> dict[str, Any]:
     choices = []
     for index, choice in enumerate(answer.choices):
         pairs = zip(choice.token_ids, choice.logprobs, strict=True)
@@ -72,7 +74,7 @@ def write_ids(answer: Answer, asked: Asked) -> dict[str, Any]:
     return {"request_id": f"generate-{answer.number}", "choices": choices}
 
 
-def _choice(choice: Choice, index: int, asked: Asked) -> dict[str, Any]:
+def _choice(choice: ModelAnswer, index: int, asked: ModelRequest) -> dict[str, Any]:
     logprobs = None
     if asked.wants_logprobs:
         offsets = accumulate((len(text) for text in choice.token_texts), initial=0)
