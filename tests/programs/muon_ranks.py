@@ -47,9 +47,9 @@ class Training:
 def write_reference(arguments: dict) -> dict:
     folder, training = Path(arguments["reference"]), Training(arguments, {})
     save_file(training.whole(), folder / "begin.safetensors")
-    training.scoring()
+    training.step()
     dcp.save(training.state(), checkpoint_id=str(folder / "checkpoint"))
-    training.scoring()
+    training.step()
     save_file(training.whole(), folder / "end.safetensors")
     kinds = [type(optimizer).__name__ for optimizer in training.optimizers]
     return {"kinds": kinds, "state": sorted(training.optimizers.state_dict())}
