@@ -13,7 +13,7 @@ because torchtitan does not offer it.
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,8 +35,7 @@ from torchtitan.grpo.observe.console import init_console
 from torchtitan.grpo.start.entry import leave
 from torchtitan.grpo.system.rank_channel import RankChannel
 from torchtitan.grpo.system.stop import StopRequest
-from torchtitan.grpo.upstream.trainer import OptimizersContainer
-from torchtitan.grpo.upstream.trainer import train_spec as train_specs
+from torchtitan.grpo.training.optimizers import Optimizers
 from torchtitan.grpo_train import GRPOTrainer
 
 SGD_FACTOR = 50  # the learning rate of SGD, relative to that of AdamW
@@ -53,14 +52,17 @@ class WatchedTrainer(GRPOTrainer):
         self.spread = 0.0
         self.use_sgd = use_sgd
         if use_sgd:
-            sgd = {"lr": SGD_FACTOR * self.config.optimizer.lr}
-            self.optimizers = OptimizersContainer(self.model_parts, torch.optim.SGD, sgd)
+            self.optimizers = self._sgd(self.model_parts)
             self.learner = replace(self.learner, optimizers=self.optimizers)
             if (critic := self.learner.critic) is not None:
-                own = OptimizersContainer(critic.parts, torch.optim.SGD, sgd)
-                self.learner = replace(self.learner, critic=replace(critic, optimizers=own))
+                own = replace(critic, optimizers=self._sgd(critic.parts))
+                self.learner = replace(self.learner, critic=own)
         step, self.optimizers.step = self.optimizers.step, self._watched_step
         self._optimizer_step = step
+
+    def _sgd(self, parts: Sequence[torch.nn.Module]) -> Optimizers:
+        lr = SGD_FACTOR * self.config.optimizer.lr
+        return Optimizers(parts, [(torch.optim.SGD(part.parameters(), lr=lr),) for part in parts])
 
     def _watched_step(self) -> None:
         if self.use_sgd and self.gradients is None:
@@ -138,13 +140,10 @@ def run_job(job: dict[str, Any]) -> None:
     config = load_config([*job["args"]])
     hf_model = read_hf_model(config.model.hf_assets_path)
     check_model(config, hf_model)
-    # Upstream registers a model once per process, but this process runs several trainers.
-    train_specs._extra_train_specs.clear()
     # Each trainer compiles its model again, as the first trainer of a process does.
     torch.compiler.reset()
     result = {}
     for optimizer in ("sgd", "adamw"):
-        train_specs._extra_train_specs.clear()
         channel = RankChannel(60.0, lambda lost: None)
         trainer = WatchedTrainer(
             config, hf_model, StopRequest(60.0), channel, use_sgd=optimizer == "sgd"

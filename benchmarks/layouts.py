@@ -33,7 +33,6 @@ class Layout:
             "ac": "activation_checkpoint.mode",
             "compile": "compile.enable",
             "ep": "parallelism.expert_parallel_degree",
-            "etp": "parallelism.expert_tensor_parallel_degree",
             "precision": "training.mixed_precision_param",
             "microbatch": "parallelism.pipeline_parallel_microbatch_size",
             "offload": "grpo.pipeline_offload",
@@ -211,7 +210,7 @@ MOE_LAYOUTS = [
     Layout("HSDP 2x2, EP x2", 4, {"replicate": 2, "shard": 2, "ep": 2}),
     Layout("replicate x2, TP x2 lent to EP x2", 4, {"replicate": 2, "tp": 2, "ep": 2}),
     Layout("FSDP2 x2, TP x2 lent to EP x2", 4, {"shard": 2, "tp": 2, "ep": 2}),
-    Layout("FSDP2 x2 lent to EP x2, TP x2", 4, {"shard": 2, "tp": 2, "ep": 2, "etp": 2}),
+    Layout("FSDP2 x2 lent to EP x2, TP x2", 4, {"shard": 2, "tp": 2, "ep": 2}),
     Layout("PP x2, ZBVZeroBubble, FSDP2 x2, EP x2", 4, {"shard": 2, "ep": 2, "pp": 2, "schedule": "ZBVZeroBubble"}),
 ]  # fmt: skip
 

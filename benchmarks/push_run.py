@@ -37,7 +37,6 @@ from torchtitan.grpo.start.entry import leave
 from torchtitan.grpo.system.rank_channel import RankChannel
 from torchtitan.grpo.system.stop import StopRequest
 from torchtitan.grpo.types import ServerInfo
-from torchtitan.grpo.upstream.trainer import train_spec as train_specs
 from torchtitan.grpo.weight_sync.build import build_publisher
 from torchtitan.grpo.weight_sync.gather import agree_on_push
 from torchtitan.grpo.weight_sync.plan import families_of
@@ -64,8 +63,6 @@ class Layout:
         config = load_config([*job["args"]])
         hf_model = read_hf_model(config.model.hf_assets_path)
         check_model(config, hf_model)
-        # Upstream registers a model once per process, but this process builds several trainers.
-        train_specs._extra_train_specs.clear()
         self.trainer = GRPOTrainer(
             config, hf_model, StopRequest(60.0), RankChannel(60.0, lambda lost: None)
         )

@@ -33,7 +33,7 @@ from torchtitan.grpo.observe.metrics_processor import GRPOMetricsProcessor
 from torchtitan.grpo.observe.profiling import StepClock, profilers
 from torchtitan.grpo.observe.report import RunOutcome
 from torchtitan.grpo.resume import checkpoint
-from torchtitan.grpo.resume.checkpoint_manager import GRPOCheckpointManager, adopt
+from torchtitan.grpo.resume.checkpoint_manager import GRPOCheckpointManager
 from torchtitan.grpo.run_folder.replacing import Removal
 from torchtitan.grpo.run_folder.start_record import record_start
 from torchtitan.grpo.start.entry import leave, run
@@ -41,23 +41,23 @@ from torchtitan.grpo.system.logs import logger
 from torchtitan.grpo.system.rank_channel import RankChannel
 from torchtitan.grpo.system.stop import StopRequest
 from torchtitan.grpo.training.evaluations import Evaluations, HeldOutLoss
+from torchtitan.grpo.training.frame import Trainer
 from torchtitan.grpo.training.guards import Guards
 from torchtitan.grpo.training.learner import StepResult, build_learner
 from torchtitan.grpo.training.loan import build_loan
 from torchtitan.grpo.training.memory_choice import resolve_kept
-from torchtitan.grpo.training.model_spec import build_policy_runner, register_hf_model
+from torchtitan.grpo.training.model_spec import build_policy_runner, tried_train_spec
 from torchtitan.grpo.training.policy_probe import build_probe
 from torchtitan.grpo.training.ranks import RankZeroTurn, patience_seconds, rank_role
 from torchtitan.grpo.training.utilization import build_utilization
 from torchtitan.grpo.types import PromptProgress
 from torchtitan.grpo.upstream.parallelism import ParallelDims
-from torchtitan.grpo.upstream.trainer import Trainer
 from torchtitan.grpo.weight_sync.build import build_publisher
 from torchtitan.grpo.weight_sync.publisher import Publisher, PublisherFailed
 
 
 class GRPOTrainer(Trainer):
-    """Torchtitan's Trainer, learning from rollouts. ``channel`` carries calls between ranks."""
+    """Learns from rollouts. ``channel`` carries calls between ranks."""
 
     checkpointer: GRPOCheckpointManager
     metrics_processor: GRPOMetricsProcessor
@@ -71,14 +71,14 @@ class GRPOTrainer(Trainer):
         self.progress = PromptProgress()
         self.stopped = False
         super().__init__(job_config)
-        self.checkpointer = adopt(
-            self.checkpointer, job_config.checkpoint, job_config.job.dump_folder
-        )
+        self.sd_adapter = self.train_spec.state_dict_adapter(self.model_args, str(hf_model.path))
+        self.checkpointer = GRPOCheckpointManager(
+            job_config.checkpoint, job_config.job.dump_folder, model_parts=self.model_parts,
+            optimizers=self.optimizers, lr_schedulers=self.lr_schedulers,
+            states={"train_state": self}, sd_adapter=self.sd_adapter,
+        )  # fmt: skip
         self.is_rank_zero = dist.get_rank() == 0
         self.runner = build_policy_runner(self)
-        adapter = self.train_spec.state_dict_adapter
-        assert adapter is not None
-        self.sd_adapter = adapter(self.model_args, str(hf_model.path))
         self.clock = StepClock()
         self.guards = Guards(job_config, logger.warning if self.is_rank_zero else lambda _: None)
         self.role = rank_role(self.parallel_dims, has_output=self.runner.has_output)
@@ -104,7 +104,7 @@ class GRPOTrainer(Trainer):
         self.channel.start()
         self.begins = checkpoint.find_start(self.config, self.hf_model)
         steps = self.begins.record.schedule_steps
-        register_hf_model(self.hf_model, self.config, self.device, steps)
+        self.train_spec = tried_train_spec(self.hf_model, self.config, self.device, steps)
         resolve_kept(self.config, self.hf_model, self.device)
         return dims
 
@@ -423,7 +423,7 @@ class GRPOTrainer(Trainer):
 
     def close(self) -> None:
         """Ends threads and children, some of which may never have been started."""
-        for name in ("publisher", "runner", "feed"):
+        for name in ("publisher", "runner", "feed", "checkpointer"):
             if hasattr(self, name):
                 getattr(self, name).close()
         if self.source is not None:

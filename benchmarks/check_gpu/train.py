@@ -30,11 +30,12 @@ from torchtitan.grpo.data.rows import Sample, TrainRows, build_rows
 from torchtitan.grpo.models.hf_config import read_hf_model
 from torchtitan.grpo.models.parallelize import Kept
 from torchtitan.grpo.system import strict_json
+from torchtitan.grpo.training.frame import join_ranks
 from torchtitan.grpo.training.gradient_norm import GradientClipper
 from torchtitan.grpo.training.model_spec import hf_train_spec, whole_model_runner
 from torchtitan.grpo.training.optimizers import build_optimizers
 from torchtitan.grpo.training.scoring import MinibatchLoss, ScoredRows
-from torchtitan.grpo.upstream.parallelism import ParallelDims, dist_utils
+from torchtitan.grpo.upstream.parallelism import parallel_dims
 from torchtitan.grpo.upstream.tools import utils
 
 _QWEN3 = {
@@ -125,7 +126,7 @@ def _join_alone(device: torch.device) -> None:
     os.environ.update(ranks | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
     if device.type == "cuda":
         torch.cuda.set_device(0)
-    dist_utils.init_distributed(JobConfig().comm)
+    join_ranks(replace(JobConfig().comm, trace_buf_size=0), "")
 
 
 class Trained:
@@ -152,9 +153,7 @@ class Trained:
         self.config = config
         hf_model = read_hf_model(config.model.hf_assets_path)
         hf_model.model_args.update_from_config(config)
-        dims = ParallelDims(
-            dp_replicate=1, dp_shard=1, cp=1, tp=1, pp=1, ep=1, etp=1, world_size=1
-        )  # fmt: skip
+        dims = parallel_dims(config.parallelism, 1)
         dims.build_mesh()
         spec: Any = hf_train_spec(hf_model, config)
         with torch.device("meta"):

@@ -36,6 +36,7 @@ from torchtitan.grpo.data.rows import Sample, build_rows
 from torchtitan.grpo.data.step_plan import SampleTable
 from torchtitan.grpo.models.hf_config import HFModel, read_hf_model
 from torchtitan.grpo.system.dtypes import TORCH_DTYPE_MAP
+from torchtitan.grpo.training.frame import Trainer
 from torchtitan.grpo.training.gradient_norm import GradientClipper
 from torchtitan.grpo.training.guards import Guards
 from torchtitan.grpo.training.learner import Learner
@@ -56,7 +57,6 @@ from torchtitan.grpo.types import BatchPart, PromptProgress
 from torchtitan.grpo.upstream.models import Qwen3ModelArgs, qwen3_train_spec
 from torchtitan.grpo.upstream.parallelism import ParallelDims, dist_utils
 from torchtitan.grpo.upstream.tools import utils
-from torchtitan.grpo.upstream.trainer import Trainer
 
 DEVICE = torch.device("cuda")
 SEQUENCE, PROMPT = 1024, 128
@@ -128,13 +128,7 @@ def settle_kept(config: JobConfig, hf_model: HFModel, num_rows: int) -> tuple[in
 
 
 def make_dims(config: JobConfig) -> ParallelDims:
-    p = config.parallelism
-    dims = ParallelDims(
-        dp_shard=p.data_parallel_shard_degree, dp_replicate=p.data_parallel_replicate_degree,
-        cp=p.context_parallel_degree, tp=p.tensor_parallel_degree, pp=p.pipeline_parallel_degree,
-        ep=p.expert_parallel_degree, etp=p.expert_tensor_parallel_degree,
-        world_size=dist.get_world_size(),
-    )  # fmt: skip
+    dims = parallel_dims(config.parallelism, dist.get_world_size())
     dims.build_mesh()
     return dims
 

@@ -17,8 +17,9 @@ from torchtitan.grpo.pipeline.auto import resolve_schedule
 from torchtitan.grpo.pipeline.build import split_model
 from torchtitan.grpo.pipeline.lean_stage import LeanStage
 from torchtitan.grpo.pipeline.tables.actions import Costs
+from torchtitan.grpo.training.frame import join_ranks
 from torchtitan.grpo.training.model_spec import hf_train_spec
-from torchtitan.grpo.upstream.parallelism import ParallelDims, dist_utils
+from torchtitan.grpo.upstream.parallelism import ParallelDims, parallel_dims
 from torchtitan.grpo.upstream.state_dict import BaseStateDictAdapter
 
 
@@ -34,6 +35,16 @@ class Built:
 
 def build(*arguments: Any, **settings: Any) -> Built:
     return build_stages(*arguments, **settings)[0]
+
+
+_DEGREES = {
+    "dp_replicate": "data_parallel_replicate",
+    "dp_shard": "data_parallel_shard",
+    "cp": "context_parallel",
+    "tp": "tensor_parallel",
+    "pp": "pipeline_parallel",
+    "ep": "expert_parallel",
+}
 
 
 def build_stages(
@@ -85,12 +96,10 @@ def build_stages(
     config.parallelism.pipeline_parallel_layers_per_stage = layers_per_stage
     config.parallelism.pipeline_parallel_first_stage_less_layers = edge_layers
     config.parallelism.pipeline_parallel_last_stage_less_layers = edge_layers
-    config.parallelism.pipeline_parallel_degree = degrees.get("pp", 1)
-    if not dist.is_initialized():
-        dist_utils.init_distributed(config.comm)
-    names = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp")
-    sizes: Any = {name: degrees.get(name, 1) for name in names}
-    dims = ParallelDims(**sizes, world_size=dist.get_world_size())
+    for name, key in _DEGREES.items():
+        setattr(config.parallelism, f"{key}_degree", degrees.get(name, 1))
+    join_ranks(config.comm, folder)
+    dims = parallel_dims(config.parallelism, dist.get_world_size())
     hf_model = read_hf_model(model)
     model_args: Any = hf_model.model_args
     model_args.update_from_config(config)
@@ -113,7 +122,6 @@ def build_stages(
         part.to_empty(device="cpu")
         with torch.no_grad():
             part.init_weights(buffer_device=None)
-    assert spec.state_dict_adapter is not None
     adapter = spec.state_dict_adapter(model_args, model)
     load_hf_weights(parts, adapter, model)
     return Built(config, hf_model, adapter, parts, dims, measured), stages

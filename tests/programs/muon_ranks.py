@@ -20,7 +20,7 @@ class Training:
         self.runner = runner_of(self.built, stages)
         self.num_copies = layout.get("dp_shard", 1) * layout.get("dp_replicate", 1)
         config = Optimizer(name="Muon", implementation="foreach", **arguments["optimizer"])
-        self.optimizers = build_optimizers(self.built.parts, config, self.built.dims)
+        self.optimizers = build_optimizers(self.built.parts, config)
 
     def step(self) -> None:
         self.optimizers.zero_grad()

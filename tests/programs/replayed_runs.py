@@ -23,7 +23,6 @@ from torchtitan.grpo.system.stop import StopRequest
 from torchtitan.grpo.training.guards import GuardStopped
 from torchtitan.grpo.training.learner import StepResult
 from torchtitan.grpo.training.stage_runner import PipelineRunner
-from torchtitan.grpo.upstream.trainer import train_spec as train_specs
 from torchtitan.grpo.weight_sync.publisher import Publisher
 from torchtitan.grpo_train import GRPOTrainer
 
@@ -93,8 +92,6 @@ def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     config = load_config(case["arguments"])
     hf_model = read_hf_model(config.model.hf_assets_path)
     check_model(config, hf_model)
-    # A run registers its model once; this process has several runs.
-    train_specs._extra_train_specs.clear()
     channel = RankChannel(60.0, lambda lost: None)
     try:
         trainer = RecordedTrainer(config, hf_model, StopRequest(60.0), channel)

@@ -30,7 +30,7 @@ from torchtitan.grpo.config_checks.trainer import check_model
 __all__ = ["ConfigError", "check_model", "longest_sequence", "validate", "warnings_of"]
 
 _CHECKS = (
-    ranges.check_required, prompts.check_prompts, ranges.check_refused, ranges.check_ranges,
+    ranges.check_required, prompts.check_prompts, ranges.check_ranges,
     unread.check_unread, learning.check_comparisons, learning.check_policy_loss,
     learning.check_mismatch, trainer.check_optimizer, rollouts.check_lengths,
     rollouts.check_data, rollouts.check_filters, rollouts.check_stream, learning.check_supervised,

@@ -30,10 +30,6 @@ def check_critic(config: JobConfig) -> None:
         "adapters save the memory of a model's optimizer states, and the critic, all of whose weights are "
         "trained, would need that memory again. Set lora.rank = 0, or choose another grpo.advantage.",
     )
-    with_critic(
-        {"optimizer.early_step_in_backward": optimizer.early_step_in_backward},
-        "the policy takes no step during critic.warmup_steps. Leave it at false.",
-    )
     is_original = optimizer.name == "Muon" and optimizer.muon_adjust_lr == "original"
     with_critic(
         {"optimizer.muon_adjust_lr = 'original'": is_original},

@@ -8,10 +8,11 @@ import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from torchtitan.grpo.config.frame import Parallelism
+from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.pipeline.helix_limits import helix_model_problems, helix_problems
 from torchtitan.grpo.pipeline.schedules import HELIX, SCHEDULES
 from torchtitan.grpo.pipeline.stages import stage_modules
-from torchtitan.grpo.upstream.configuration import JobConfig, Parallelism, compiles_model
 
 if TYPE_CHECKING:
     from torchtitan.grpo.models.hf_config import HFModel
@@ -28,20 +29,9 @@ def layout_problems(config: JobConfig) -> Iterator[str]:
             f"tensor_parallel_degree * parallelism.context_parallel_degree ({parts}), because each "
             "rank holds an equal part of a row."
         )
-    if training.global_batch_size != -1:
-        yield (
-            f"training.global_batch_size must be left at -1, got {training.global_batch_size}. The "
-            "size of a step is grpo.prompts_per_step * grpo.group_size."
-        )
-    if settings.enable_async_tensor_parallel and not compiles_model(config):
+    if settings.enable_async_tensor_parallel and not config.compiles_model:
         yield "parallelism.enable_async_tensor_parallel needs compile.enable = true."
-    if settings.expert_parallel_comm_backend != "standard":
-        yield (
-            "parallelism.expert_parallel_comm_backend must be 'standard', got "
-            f"{settings.expert_parallel_comm_backend!r}, which torchtitan's Qwen3 does not support."
-        )
     yield from _between_microbatches_problems(settings)
-    yield from _context_problems(settings)
     yield from _checkpoint_problems(config)
     if settings.pipeline_parallel_degree > 1:
         yield from _pipeline_problems(config)
@@ -73,16 +63,9 @@ def _degree_problems(settings: Parallelism) -> Iterator[str]:
 def _expert_degree_problems(settings: Parallelism, shard: int) -> Iterator[str]:
     """Expert parallelism uses the ranks of other parallelisms."""
     experts, tensor = settings.expert_parallel_degree, settings.tensor_parallel_degree
-    expert_tensor = settings.expert_tensor_parallel_degree
-    if expert_tensor not in (1, tensor):
+    if (lent := shard * settings.context_parallel_degree * tensor) % experts:
         yield (
-            "parallelism.expert_tensor_parallel_degree must be 1 or parallelism."
-            f"tensor_parallel_degree ({tensor}), got {expert_tensor}."
-        )
-    elif (lent := shard * settings.context_parallel_degree * tensor) % (experts * expert_tensor):
-        yield (
-            f"parallelism.expert_parallel_degree ({experts}) * parallelism."
-            f"expert_tensor_parallel_degree ({expert_tensor}) must divide the number of ranks that "
+            f"parallelism.expert_parallel_degree ({experts}) must divide the number of ranks that "
             "experts can use, parallelism.data_parallel_shard_degree * parallelism."
             f"context_parallel_degree * parallelism.tensor_parallel_degree = {lent}."
         )
@@ -106,17 +89,6 @@ def _between_microbatches_problems(settings: Parallelism) -> Iterator[str]:
         )
 
 
-def _context_problems(settings: Parallelism) -> Iterator[str]:
-    defaults = Parallelism()
-    for key in ("context_parallel_rotate_method", "context_parallel_load_balancer"):
-        value, default = getattr(settings, key), getattr(defaults, key)
-        if value != default:
-            yield (
-                f"parallelism.{key} must be left at its default, {default!r}, got {value!r}. Context "
-                "parallelism uses all-to-all here, which neither rotates nor balances."
-            )
-
-
 def _pipeline_problems(config: JobConfig) -> Iterator[str]:
     settings, rows = config.parallelism, config.training.local_batch_size
     size = settings.pipeline_parallel_microbatch_size
@@ -127,12 +99,6 @@ def _pipeline_problems(config: JobConfig) -> Iterator[str]:
             f"{settings.pipeline_parallel_schedule!r}."
         )
         return
-    if settings.pipeline_parallel_schedule_csv:
-        yield (
-            "parallelism.pipeline_parallel_schedule_csv must be left empty, got "
-            f"{settings.pipeline_parallel_schedule_csv!r}: forward-only passes need a schedule "
-            "that parallelism.pipeline_parallel_schedule names."
-        )
     if size < 1 or rows % size:
         yield (
             f"training.local_batch_size ({rows}) must be a multiple of parallelism."
@@ -143,14 +109,14 @@ def _pipeline_problems(config: JobConfig) -> Iterator[str]:
     if schedule.divides_layers:
         yield from helix_problems(config)
     backend = config.compile.backend
-    if schedule.is_zero_bubble and compiles_model(config) and backend != "inductor":
+    if schedule.is_zero_bubble and config.compiles_model and backend != "inductor":
         yield (
             "compile.backend must be 'inductor' with parallelism.pipeline_parallel_schedule = "
             f"{schedule.name!r}, got {backend!r}: the schedule computes weight gradients later "
             "than those of the inputs, and only inductor's graphs can be cut in this way."
         )
     share = config.grpo.pipeline_offload  # pyright: ignore[reportAttributeAccessIssue]
-    if share != 0 and compiles_model(config):
+    if share != 0 and config.compiles_model:
         yield (
             f"grpo.pipeline_offload must be 0 with compile.enable, got {share:g}: tensors that a "
             "compiled block saves are not moved. Use 0, or compile.enable = false."
@@ -182,7 +148,7 @@ def _checkpoint_problems(config: JobConfig) -> Iterator[str]:
             "activation_checkpoint.selective_ac_option must be 'op' or a number of layers, got "
             f"{option!r}."
         )
-    if checkpoint.mode == "memory_budget" and not compiles_model(config):
+    if checkpoint.mode == "memory_budget" and not config.compiles_model:
         yield (
             "activation_checkpoint.mode = 'memory_budget' is a feature of the compiler and needs "
             "compile.enable = true and 'model' in compile.components."
@@ -238,7 +204,7 @@ def _compiled_checkpoint_problems(config: JobConfig, model: "HFModel") -> Iterat
     degree, mode = config.parallelism.tensor_parallel_degree, config.activation_checkpoint.mode
     is_dense = not getattr(model.model_args, "moe_enabled", False)
     is_checkpointed = mode in ("full", "selective")
-    if degree > 1 and is_dense and is_checkpointed and compiles_model(config):
+    if degree > 1 and is_dense and is_checkpointed and config.compiles_model:
         yield (
             "activation_checkpoint.mode must be 'none' or 'memory_budget' with compile.enable and "
             f"parallelism.tensor_parallel_degree = {degree}, got {mode!r}: torch fails when it "

@@ -126,9 +126,3 @@ def check_offload(config: JobConfig) -> None:
         "optimizer.offload_while_lent needs a GPU, and none is visible: a rank on a CPU holds the "
         "optimizer's states in host memory already. Set it to false.",
     )
-    require(
-        not optimizer.early_step_in_backward,
-        "optimizer.offload_while_lent and optimizer.early_step_in_backward cannot be combined: the "
-        "latter needs the states in the backward pass, while they are still copied back. Set "
-        "optimizer.early_step_in_backward = false.",
-    )

@@ -5,7 +5,7 @@
 
 import math
 
-from torchtitan.grpo.config.bounds import at_least, bounded_settings
+from torchtitan.grpo.config.bounds import bounded_settings
 from torchtitan.grpo.config.field_docs import field_docs, first_sentence
 from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.config_checks.rules import get, require
@@ -15,11 +15,6 @@ def check_required(config: JobConfig) -> None:
     require(
         bool(config.model.hf_assets_path),
         "model.hf_assets_path must name a Hugging Face model directory, got nothing.",
-    )
-    require(
-        (config.model.name, config.model.flavor) == ("huggingface", "directory"),
-        "model.name and model.flavor are not used, because the model is read from "
-        f"model.hf_assets_path. Remove them (got {config.model.name!r}, {config.model.flavor!r}).",
     )
     if not config.has_servers:
         return  # recorded rollouts have their rewards, and supervised examples need none
@@ -36,38 +31,6 @@ def check_required(config: JobConfig) -> None:
     )
 
 
-_REFUSED = {
-    "validation.enable": "held-out prompts are completed and scored by [evaluation]",
-    "checkpoint.create_seed_checkpoint": "a run begins with the weights of model.hf_assets_path",
-    "training.enable_cpu_offload": "weights are pushed from the device that they are trained on",
-    "memory_estimation.enable": "only torchtitan's own estimation script reads it",
-    "fault_tolerance.enable": "the weight push supports a single replica group",
-    "model.converters": "servers receive plain weights and do not round as a converted model "
-    "(float8, mx) does, so their log-probabilities would not be those of the trained policy",
-}
-"""Torchtitan's keys that would be ignored here or would fail later, with the reason."""
-
-
-def check_refused(config: JobConfig) -> None:
-    for key, reason in _REFUSED.items():
-        value = get(config, key)
-        require(not value, f"{key} must be left at its default, got {value!r}: {reason}.")
-
-
-_UPSTREAM_BOUNDS = {
-    "training.steps": at_least(1),
-    "training.local_batch_size": at_least(1),
-    "parallelism.data_parallel_replicate_degree": at_least(1),
-    "parallelism.context_parallel_degree": at_least(1),
-    "parallelism.tensor_parallel_degree": at_least(1),
-    "parallelism.pipeline_parallel_degree": at_least(1),
-    "parallelism.expert_parallel_degree": at_least(1),
-    "parallelism.pipeline_parallel_layers_per_stage": at_least(1),
-    "parallelism.pipeline_parallel_first_stage_less_layers": at_least(0),
-    "parallelism.pipeline_parallel_last_stage_less_layers": at_least(0),
-}
-"""Bounds of torchtitan's keys. Those of this project's tables stand at their fields."""
-
 _SENT = (
     *("grpo", "prompts", "rollout", "inference", "reward", "reward.judge", "workers", "teacher"),
     "evaluation",
@@ -76,8 +39,7 @@ _SENT = (
 
 
 def check_ranges(config: JobConfig) -> None:
-    upstream = ((key, bounds, get(config, key)) for key, bounds in _UPSTREAM_BOUNDS.items())
-    for key, bounds, value in (*upstream, *bounded_settings(config)):
+    for key, bounds, value in bounded_settings(config):
         if not bounds.allow(value):
             require(False, f"{key} must be {bounds}, got {value}.{_meaning(config, key)}")
     for key in _SENT:

@@ -45,11 +45,6 @@ def check_optimizer(config: JobConfig) -> None:
     if optimizer.name != "Muon":
         return
     require(
-        not optimizer.early_step_in_backward,
-        "optimizer.early_step_in_backward cannot be combined with optimizer.name = 'Muon', which "
-        "gathers matrices of all ranks in one order. Leave it at false.",
-    )
-    require(
         optimizer.muon_adjust_lr != "original" or optimizer.muon_lr > 0,
         "optimizer.muon_lr must be set with optimizer.muon_adjust_lr = 'original', whose updates are "
         f"not as large as AdamW's, so that optimizer.lr ({optimizer.lr:g}) would not fit both. Set "

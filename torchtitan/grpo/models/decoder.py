@@ -21,8 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from torchtitan.grpo.config import LoRA
+from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.system.device import disable_fsdp_gradient_division
-from torchtitan.grpo.upstream.configuration import JobConfig
 from torchtitan.grpo.upstream.models import (
     Qwen3Model,
     Qwen3ModelArgs,
@@ -110,7 +110,7 @@ class DecoderArgs(Qwen3ModelArgs):
     lora_scale: float = 0.0
 
     def update_from_config(self, job_config: JobConfig, **kwargs: Any) -> None:
-        super().update_from_config(job_config, **kwargs)
+        self.max_seq_len = job_config.training.seq_len
         lora: LoRA = job_config.lora  # pyright: ignore[reportAttributeAccessIssue]
         self.lora_scale = lora.alpha / lora.rank if lora.rank else 0.0
 

@@ -24,6 +24,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import PrepareModuleInput, parallelize_module
 
 from torchtitan.grpo.config import LoRA
+from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.models.decoder import (
     apply_fsdp_tied,
     embeds_tokens,
@@ -35,7 +36,6 @@ from torchtitan.grpo.models.moe import sum_moe_gradients
 from torchtitan.grpo.models.packed_model import PackedModel, ValueHead
 from torchtitan.grpo.system.device import disable_fsdp_gradient_division, prepare_fsdp_for_gloo
 from torchtitan.grpo.system.dtypes import TORCH_DTYPE_MAP
-from torchtitan.grpo.upstream.configuration import JobConfig, compiles_model
 from torchtitan.grpo.upstream.models import (
     apply_ac,
     apply_compile,
@@ -63,7 +63,7 @@ def parallelize(
     lora: LoRA = config.lora  # pyright: ignore[reportAttributeAccessIssue]
     if lora.rank:
         add_adapters(model, lora, TORCH_DTYPE_MAP[config.training.dtype])
-    compiled = compiles_model(config)
+    compiled = config.compiles_model
     if config.activation_checkpoint.mode != "none":
         _checkpoint_no_profiler_marks()
         apply_ac(

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Metrics (docs/metrics.md) to console, ``metrics.jsonl``, and upstream's TensorBoard and wandb."""
+"""Metrics (docs/metrics.md) to console, ``metrics.jsonl``, TensorBoard and wandb."""
 
 import itertools
 import netrc
@@ -31,30 +31,25 @@ from torchtitan.grpo.observe.report import (
 )
 from torchtitan.grpo.observe.run_log import RunLog
 from torchtitan.grpo.observe.sample_log import group_texts
-from torchtitan.grpo.observe.trackers import log_samples, wandb_place, wandb_run, without_pipeline
+from torchtitan.grpo.observe.trackers import log_samples, open_trackers, wandb_place
 from torchtitan.grpo.rollout.link import RolloutLink
 from torchtitan.grpo.rollout.results import EvaluationResult
 from torchtitan.grpo.system import strict_json
+from torchtitan.grpo.system.device import device_memory_monitor
 from torchtitan.grpo.system.logs import logger
-from torchtitan.grpo.upstream.metrics import MetricsProcessor
-from torchtitan.grpo.upstream.parallelism import ParallelDims
 
 
-class GRPOMetricsProcessor(MetricsProcessor):
-    """Upstream's processor with this project's keys; only rank 0 has logs, once it has started."""
+class GRPOMetricsProcessor:
+    """Only rank 0 has logs, once it has started."""
 
     steps: RunLog  # metrics.jsonl
     evaluations: RunLog  # evaluations.jsonl
     evaluated: RunLog  # evaluation_samples.jsonl
 
-    def __init__(
-        self, job_config: JobConfig, parallel_dims: ParallelDims, model_args: Any = None
-    ) -> None:
+    def __init__(self, job_config: JobConfig) -> None:
         _keep_wandb_offline_without_key()
-        # Upstream would open wandb and TensorBoard on the rank that sees a pipeline's loss.
-        with wandb_run(job_config):
-            super().__init__(job_config, without_pipeline(parallel_dims))
-        self.parallel_dims = parallel_dims
+        self.logger = open_trackers(job_config)
+        self.device_memory_monitor = device_memory_monitor()
         self._config = job_config
         self._folder = Path(job_config.job.dump_folder)
         self._progress: Progress | None = None
@@ -102,7 +97,7 @@ class GRPOMetricsProcessor(MetricsProcessor):
         self.monitor.latest = {**self.monitor.latest, **metrics}
         digits = {key: float(f"{value:.7g}") for key, value in metrics.items()}
         self.steps.add({"step": step, **digits})
-        if self.should_log(step):
+        if step == 1 or step % self._config.metrics.log_freq == 0:
             self.logger.log(metrics, step)
             log_samples(self.logger, samples, step)
         self._progress.update(step, metrics, note)
@@ -165,7 +160,7 @@ class GRPOMetricsProcessor(MetricsProcessor):
             print(place, flush=True)
 
     def close(self) -> None:
-        super().close()
+        self.logger.close()
         self.monitor.close()
         for part in self._open:
             part.close()

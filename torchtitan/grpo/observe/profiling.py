@@ -14,10 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from torchtitan.grpo.config.frame import Profiling
 from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.system.logs import logger
-from torchtitan.grpo.upstream.configuration import Profiling
-from torchtitan.grpo.upstream.tools import maybe_enable_memory_snapshot
 
 
 class StepClock:
@@ -65,12 +64,39 @@ def profilers(config: JobConfig, step: int) -> Iterator[list[Any]]:
         if settings.enable_profiling:
             traces = Path(folder, settings.save_traces_folder)
             running.append(stack.enter_context(_trace(settings, step, traces)))
-        snapshot = stack.enter_context(
-            maybe_enable_memory_snapshot(settings, global_step=step, base_folder=folder)
-        )
-        if snapshot is not None:
-            running.append(snapshot)
+        if settings.enable_memory_snapshot:
+            snapshots = Path(folder, settings.save_memory_snapshot_folder)
+            running.append(stack.enter_context(_MemorySnapshots(settings, step, snapshots)))
         yield running
+
+
+_SNAPSHOT_ENTRIES = 100_000
+
+
+class _MemorySnapshots:
+    """Records allocations of GPU memory; writes them every ``profile_freq`` steps, and when it is out."""
+
+    def __init__(self, settings: Profiling, step: int, folder: Path) -> None:
+        self._freq, self._step, self._folder = settings.profile_freq, step, folder
+
+    def __enter__(self) -> "_MemorySnapshots":
+        torch.cuda.memory._record_memory_history(max_entries=_SNAPSHOT_ENTRIES)
+        return self
+
+    def step(self) -> None:
+        self._step += 1
+        if self._step % self._freq == 0:
+            self._write(f"iteration_{self._step}")
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and issubclass(kind, torch.OutOfMemoryError):
+            self._write(f"iteration_{self._step}_exit")
+
+    def _write(self, name: str) -> None:
+        file = self._folder / name / f"rank{dist.get_rank()}_memory_snapshot.pickle"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        torch.cuda.memory._dump_snapshot(str(file))
+        logger.info(f"The GPU's memory is in {file}: show it on https://pytorch.org/memory_viz.")
 
 
 def _within(settings: Profiling, step: int, last: int) -> Profiling:

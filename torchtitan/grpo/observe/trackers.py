@@ -3,11 +3,11 @@
 
 """Additions to upstream's wandb and TensorBoard loggers."""
 
-import copy
 import os
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,14 @@ from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.observe.sample_log import group_texts
 from torchtitan.grpo.run_folder.contents import WANDB_ID_FILE
 from torchtitan.grpo.system import strict_json
+from torchtitan.grpo.system.logs import logger
 from torchtitan.grpo.upstream.metrics import (
     BaseLogger,
     LoggerContainer,
     TensorBoardLogger,
+    WandbConfig,
     WandBLogger,
 )
-from torchtitan.grpo.upstream.parallelism import ParallelDims
 
 SAMPLES = "samples"
 """Name of the table in wandb, and of the text in TensorBoard."""
@@ -34,21 +35,32 @@ COLUMNS = (
 )
 
 
-def without_pipeline(parallel_dims: ParallelDims) -> ParallelDims:
-    """Lets upstream open its loggers on rank 0, which has all metrics here, whatever its stage."""
-    view = copy.copy(parallel_dims)
-    view.pp = 1
-    return view
+def open_trackers(config: JobConfig) -> LoggerContainer:
+    """Opens those of ``[metrics]`` on rank 0, which has all metrics. wandb may fail to open."""
+    trackers, settings = LoggerContainer(), config.metrics
+    if dist.get_rank() != 0:
+        return trackers
+    begin = datetime.now().strftime("%Y%m%d-%H%M")
+    folder = os.path.join(config.job.dump_folder, settings.save_tb_folder, begin)
+    if settings.enable_wandb:
+        try:
+            with _wandb_run(config):
+                trackers.add_logger(WandBLogger(folder, WandbConfig(config.to_dict())))  # pyright: ignore
+        except Exception as error:
+            logger.error(f"wandb cannot be opened, and the run goes on without it: {error}")
+    if settings.enable_tensorboard:
+        trackers.add_logger(TensorBoardLogger(folder))
+    return trackers
 
 
 @contextmanager
-def wandb_run(config: JobConfig) -> Iterator[None]:
+def _wandb_run(config: JobConfig) -> Iterator[None]:
     """Lets each start of a run open the same wandb run, unless the environment decides.
 
-    The variables are set only while upstream opens its loggers: user code may use wandb, too.
+    The variables are set only while wandb is opened: user code may use it, too.
     """
     named = ("WANDB_RUN_ID", "WANDB_RESUME_FROM", "WANDB_FORK_FROM")
-    if not config.metrics.enable_wandb or any(os.environ.get(name) for name in named):
+    if any(os.environ.get(name) for name in named):
         yield
         return
     file = Path(config.job.dump_folder) / f"{WANDB_ID_FILE}{dist.get_rank()}"

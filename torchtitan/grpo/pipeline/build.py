@@ -3,13 +3,14 @@
 
 """Builds the pipeline stages of each rank from a model on the meta device, and their schedules."""
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn as nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage
 
 from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.models.decoder import hold_output_embedding, is_tied
@@ -33,25 +34,9 @@ from torchtitan.grpo.pipeline.tables.fused import opposite
 from torchtitan.grpo.pipeline.tables.helix import helix
 from torchtitan.grpo.pipeline.tables.rules import forward_only
 from torchtitan.grpo.system.logs import logger
-from torchtitan.grpo.upstream.configuration import compiles_model
-from torchtitan.grpo.upstream.parallelism import ParallelDims, pipeline_module_split
+from torchtitan.grpo.upstream.parallelism import ParallelDims
 
 AnySchedule = TableSchedule | HelixSchedule
-
-# Upstream derives the placement of stages from the name of a schedule of torch. For a schedule that
-# torch does not have, the name of a schedule with the same placement is passed.
-_PLACED_LIKE = {"loop": "Interleaved1F1B", "v": "ZBVZeroBubble"}
-
-
-class _Opposite:
-    """A pipeline's mesh in which the first rank is the last one."""
-
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self._mesh = mesh
-        self.size, self.get_group = mesh.size, mesh.get_group
-
-    def get_local_rank(self) -> int:
-        return self.size() - 1 - self._mesh.get_local_rank()
 
 
 def split_model(
@@ -70,15 +55,22 @@ def split_model(
     if schedule_of(config.parallelism).divides_layers:
         return _split_layers(model, dims, config, device)
     modules = stage_modules(config.parallelism, num_layers)
-    placed_like = _PLACED_LIKE[schedule_of(config.parallelism).placement]
-    mesh: Any = dims.get_mesh("pp")
+    mesh = dims.get_mesh("pp")
+    rank = mesh.get_local_rank()
     if is_second and schedule_of(config.parallelism).turns_second:
-        mesh = _Opposite(mesh)
-    stages, parts = pipeline_module_split(model, mesh, placed_like, device, modules)
+        rank = mesh.size() - 1 - rank
+    numbers = [
+        i for i, own in enumerate(stage_ranks(config.parallelism, len(modules))) if own == rank
+    ]
+    parts = [_with_modules(model, modules[number]) for number in numbers]
+    stages = [
+        PipelineStage(part, number, len(modules), device, group=mesh.get_group("pp"))
+        for number, part in zip(numbers, parts, strict=True)
+    ]
     offset = second_offset(len(modules)) if is_second else 0
     store, early_blocks = _store_of(config), num_early_blocks(config)
     # All stages use one backend, so that they share compiled code.
-    backend = SplitBackend(store) if store is not None and compiles_model(config) else None
+    backend = SplitBackend(store) if store is not None and config.compiles_model else None
     built: list[LeanStage] = []
     for stage, part in zip(stages, parts, strict=True):
         if stage.is_last and is_tied(part):
@@ -96,6 +88,18 @@ def split_model(
         if early_blocks != 0:
             built[-1].early = EarlyRecompute(stage.submod, early_blocks)
     return built, parts
+
+
+def _with_modules(model: nn.Module, names: list[str]) -> nn.Module:
+    """Returns a copy of a model on the meta device with these modules alone."""
+    part: Any = copy.deepcopy(model)
+    for name, module in list(part.named_children()):
+        if isinstance(module, nn.ModuleDict):
+            for key in [key for key in module if f"{name}.{key}" not in names]:
+                del module[key]
+        elif name not in names:
+            setattr(part, name, None)
+    return part
 
 
 def _split_layers(

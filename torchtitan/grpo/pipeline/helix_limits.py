@@ -6,7 +6,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from torchtitan.grpo.upstream.configuration import JobConfig, compiles_model
+from torchtitan.grpo.config.job_config import JobConfig
 
 _SETTING = 'parallelism.pipeline_parallel_schedule = "Helix"'
 
@@ -20,7 +20,7 @@ def helix_problems(config: JobConfig) -> Iterator[str]:
             f"activation_checkpoint.mode must be 'full' or 'none' with {_SETTING}, got {mode!r}: the "
             "schedule recomputes all parts of a layer but attention, or nothing. Set it to 'full'."
         )
-    if compiles_model(config):
+    if config.compiles_model:
         yield (
             f"compile.enable must be false with {_SETTING}, got true: the compiler works on whole "
             "layers, which the schedule divides. Leave 'model' out of compile.components."

@@ -36,7 +36,6 @@ from torchtitan.grpo.pipeline.fill import GapFiller
 from torchtitan.grpo.pipeline.mail import begun
 from torchtitan.grpo.pipeline.offload import OffloadPlan
 from torchtitan.grpo.pipeline.pass_timer import Part, PassTimer
-from torchtitan.grpo.upstream.configuration import compiles_model
 
 
 def num_early_blocks(config: JobConfig) -> int:
@@ -47,7 +46,7 @@ def num_early_blocks(config: JobConfig) -> int:
     """
     is_checkpointed = config.activation_checkpoint.mode in ("full", "selective")
     frees_parameters = config.parallelism.fsdp_reshard_after_forward == "always"
-    if compiles_model(config) or not is_checkpointed or frees_parameters:
+    if config.compiles_model or not is_checkpointed or frees_parameters:
         return 0
     return config.grpo.recompute_early_blocks
 

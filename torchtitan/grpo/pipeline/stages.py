@@ -3,14 +3,15 @@
 
 """The division of a model into pipeline stages, and their ranks."""
 
+import itertools
 import math
 from collections.abc import Callable
 
+from torchtitan.grpo.config.frame import Parallelism
 from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.models.part_names import part_modules
 from torchtitan.grpo.pipeline.schedules import AUTO, SCHEDULES, Schedule, measured_with
 from torchtitan.grpo.pipeline.tables.actions import ranks_of_stages
-from torchtitan.grpo.upstream.configuration import Parallelism
 
 
 def schedule_of(settings: Parallelism) -> Schedule:
@@ -37,15 +38,34 @@ def stage_modules(settings: Parallelism, num_layers: int) -> list[list[str]]:
         _check_listed_modules(settings, num_layers)
         return settings.module_fqns_per_model_part
 
-    # Imported here, so that a configuration can be checked without torch.
-    from torchtitan.grpo.upstream.parallelism import generate_llm_fqn_per_model_part
-
-    return generate_llm_fqn_per_model_part(
+    return _even_division(
         num_stages(settings, num_layers),
         num_layers,
         settings.pipeline_parallel_first_stage_less_layers,
         settings.pipeline_parallel_last_stage_less_layers,
     )
+
+
+def _even_division(
+    num_stages: int, num_layers: int, first_less: int, last_less: int
+) -> list[list[str]]:
+    """Divides layers, of which the first and the last stage get so many less; earlier stages get the rest."""
+    per_stage, rest = divmod(num_layers + first_less + last_less, num_stages)
+    if num_stages > 1 and (per_stage == 0 or max(first_less, last_less) > per_stage):
+        raise ValueError(
+            f"Each of the {num_stages} pipeline stages must get at least one layer, and embedding and "
+            f"output layer, which count as {first_less} and {last_less} layers "
+            "(parallelism.pipeline_parallel_first_stage_less_layers, _last_stage_less_layers), must fit "
+            f"in one, got {num_layers} layers. Lower the number of stages, or what the two count."
+        )
+    counts = [per_stage + (stage < rest) for stage in range(num_stages)]
+    counts[0] -= first_less
+    counts[-1] -= last_less
+    layers = iter([f"layers.{layer}" for layer in range(num_layers)])
+    stages = [list(itertools.islice(layers, count)) for count in counts]
+    stages[0].insert(0, "tok_embeddings")
+    stages[-1] += ["norm", "output"]
+    return stages
 
 
 def _check_listed_modules(settings: Parallelism, num_layers: int) -> None:

@@ -34,11 +34,11 @@ from torchtitan.grpo.system.files import damaged_files
 from torchtitan.grpo.system.logs import logger
 from torchtitan.grpo.system.stop import StopRequest
 from torchtitan.grpo.training.critic import Critic
+from torchtitan.grpo.training.frame import Trainer
 from torchtitan.grpo.training.lr_schedule import renew_settings, settings_of
 from torchtitan.grpo.types import PromptProgress
 from torchtitan.grpo.upstream.checkpoint import MODEL, CheckpointManager, ModelWrapper
 from torchtitan.grpo.upstream.state_dict import BaseStateDictAdapter
-from torchtitan.grpo.upstream.trainer import Trainer
 from torchtitan.grpo.weight_wire.adapter_names import is_adapter
 
 _MODULE = "torchtitan.grpo_train"

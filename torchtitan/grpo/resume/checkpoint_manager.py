@@ -18,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
-from torchtitan.grpo.config.job_config import Checkpoint
+from torchtitan.grpo.config.frame import Checkpoint
 from torchtitan.grpo.resume.checkpoint_files import (
     METADATA_FILE,
     CheckpointWriter,
@@ -29,7 +29,7 @@ from torchtitan.grpo.rollout.saved import file_of
 from torchtitan.grpo.system.disk_failures import describe_failure
 from torchtitan.grpo.system.errors import LAST_SAVE_FAILED, RunError
 from torchtitan.grpo.system.logs import logger
-from torchtitan.grpo.upstream.checkpoint import AsyncMode, CheckpointManager
+from torchtitan.grpo.upstream.checkpoint import AsyncMode, CheckpointManager, manager_arguments
 from torchtitan.grpo.upstream.tools import GarbageCollection
 
 # A save that holds up training for this share of the time since the last one is reported.
@@ -49,15 +49,22 @@ class LastSaveFailed(SaveFailed):
 
 
 class GRPOCheckpointManager(CheckpointManager):
-    """Made by :func:`adopt`. ``missing`` describes why the newest checkpoint failed, if it did."""
+    """``missing`` describes why the newest checkpoint failed, if it did."""
 
-    settings: Checkpoint
-    dump_folder: str
     missing: str | None = None
     _saving: str | None = None
     _is_told = _is_slow_told = False
     _then: str | None = None  # what follows a failed save; None while training goes on
     _last_save_at: float | None = None
+
+    def __init__(self, settings: Checkpoint, dump_folder: str, **parts: Any) -> None:
+        """``parts`` are upstream's: model parts, optimizers, schedules, states, and the adapter."""
+        super().__init__(
+            dataloader=None, base_folder=dump_folder, **manager_arguments(settings), **parts
+        )
+        self.settings, self.dump_folder = settings, dump_folder
+        if self.enable:  # once: a folder that is removed later is not made again
+            Path(self.folder).parent.mkdir(parents=True, exist_ok=True)
 
     def save(self, curr_step: int, last_step: bool = False) -> None:
         """Saves if it is due, and reports a save that holds up training for long."""
@@ -204,15 +211,3 @@ class GRPOCheckpointManager(CheckpointManager):
             # Not whole any more from here on, however far its removal gets.
             (folder / METADATA_FILE).unlink(missing_ok=True)
             self.purge_queue.put(str(folder))
-
-
-def adopt(
-    manager: CheckpointManager, settings: Checkpoint, dump_folder: str
-) -> GRPOCheckpointManager:
-    """Converts an upstream manager, which upstream's trainer constructs without a seam."""
-    manager.__class__ = GRPOCheckpointManager
-    assert isinstance(manager, GRPOCheckpointManager)
-    manager.settings, manager.dump_folder = settings, dump_folder
-    if manager.enable:  # once: a folder that is removed later is not made again
-        Path(manager.folder).parent.mkdir(parents=True, exist_ok=True)
-    return manager

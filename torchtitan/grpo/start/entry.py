@@ -55,9 +55,9 @@ from torchtitan.grpo.system.process_tuning import require_open_files
 from torchtitan.grpo.system.rank_channel import RankChannel, RankLost
 from torchtitan.grpo.system.stop import StopRequest
 from torchtitan.grpo.system.store_rounds import separate_rounds
+from torchtitan.grpo.training.frame import Trainer
 from torchtitan.grpo.training.lent_memory import check_lent_memory
 from torchtitan.grpo.training.model_spec import check_weights
-from torchtitan.grpo.upstream.trainer import Trainer
 from torchtitan.grpo.weight_wire.process_group import limit_communicators
 
 _DRY_RUN = "--dry-run"

@@ -10,7 +10,7 @@ import os
 import resource
 import sys
 from datetime import timedelta
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch._utils
@@ -47,15 +47,16 @@ def settle_device() -> DeviceType:
             vars(module)["device_type"] = "cpu"
             if hasattr(module, "device_module"):
                 vars(module)["device_module"] = torch.cpu
-
-    from torchtitan.grpo.upstream.metrics import metrics as upstream_metrics
-    from torchtitan.grpo.upstream.tools import utils as upstream_utils
-
-    upstream_metrics.build_device_memory_monitor = HostMemoryMonitor
-    # The peak of a CPU is not known. A finite number keeps upstream's MFU defined.
-    known = upstream_utils.get_peak_flops
-    upstream_utils.get_peak_flops = lambda name: 1e12 if name == "cpu" else known(name)
     return "cpu"
+
+
+def device_memory_monitor() -> Any:
+    """Returns torchtitan's for a GPU, and :class:`HostMemoryMonitor` for a CPU."""
+    if not torch.cuda.is_available():
+        return HostMemoryMonitor()
+    from torchtitan.grpo.upstream.metrics import build_device_memory_monitor
+
+    return build_device_memory_monitor()
 
 
 def choose_interfaces() -> None:

@@ -43,7 +43,9 @@ from torchtitan.grpo.models.decoder import ValueAdapter
 from torchtitan.grpo.models.hf_weights import load_hf_weights
 from torchtitan.grpo.models.packed_model import PackedDecoder
 from torchtitan.grpo.pipeline.build import build_schedule
+from torchtitan.grpo.training.frame import Trainer
 from torchtitan.grpo.training.gradient_norm import GradientClipper
+from torchtitan.grpo.training.lr_schedule import Schedules, build_lr_schedulers
 from torchtitan.grpo.training.model_spec import (
     VALUE_HEAD,
     build_beside,
@@ -51,12 +53,11 @@ from torchtitan.grpo.training.model_spec import (
     critic_settings,
     whole_model_runner,
 )
+from torchtitan.grpo.training.optimizers import Optimizers, build_optimizers
 from torchtitan.grpo.training.ranks import rank_role
 from torchtitan.grpo.training.reference import PartsState
 from torchtitan.grpo.training.runner import ForwardJob, ModelRunner
 from torchtitan.grpo.training.stage_runner import PipelineRunner, StageLoss
-from torchtitan.grpo.upstream.configuration import compiles_model
-from torchtitan.grpo.upstream.trainer import LRSchedulersContainer, OptimizersContainer, Trainer
 
 _RECOMPILE_LIMIT = 32
 NUM_MOMENTS = 9
@@ -183,8 +184,8 @@ class Critic:
 
     runner: ModelRunner
     parts: list[nn.Module]
-    optimizers: OptimizersContainer
-    schedulers: LRSchedulersContainer
+    optimizers: Optimizers
+    schedulers: Schedules
     clipper: GradientClipper
     settings: Settings
     is_counted: bool
@@ -252,7 +253,7 @@ def build_critic(trainer: Trainer) -> Critic:
     dims, settings = trainer.parallel_dims, config.critic
     args = critic_args(trainer.model_args)
     scoring = critic_settings(config, args)
-    if compiles_model(config):
+    if config.compiles_model:
         # Both models run the same code, whose compiled variants Dynamo counts together.
         limit = torch._dynamo.config.recompile_limit
         torch._dynamo.config.recompile_limit = max(limit, _RECOMPILE_LIMIT)
@@ -263,10 +264,12 @@ def build_critic(trainer: Trainer) -> Critic:
         runner = PipelineRunner(build_schedule(config, stages, loss), loss, config)
     else:
         runner = whole_model_runner(parts[0], config)
-    spec = trainer.train_spec
     optimizer = replace(config.optimizer, lr=settings.lr, muon_lr=0.0)
-    optimizers = spec.build_optimizers_fn(parts, optimizer, dims)
-    schedulers = spec.build_lr_schedulers_fn(optimizers, config.lr_scheduler, config.training.steps)
+    optimizers = build_optimizers(parts, optimizer)
+    schedulers = build_lr_schedulers(
+        optimizers, config.lr_scheduler, config.training.steps,
+        num_steps=trainer.train_spec.schedule_steps,
+    )  # fmt: skip
     clipper = GradientClipper(parts, dims, config.training.max_norm)
     is_counted = rank_role(dims, has_output=runner.has_output).is_counted
     return Critic(runner, parts, optimizers, schedulers, clipper, settings, is_counted)

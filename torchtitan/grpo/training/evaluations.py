@@ -22,10 +22,10 @@ from torchtitan.grpo.losses.objective import negative_log_likelihood
 from torchtitan.grpo.models.hf_config import HFModel
 from torchtitan.grpo.rollout.results import EvaluationResult
 from torchtitan.grpo.system.logs import logger
+from torchtitan.grpo.training.frame import Trainer
 from torchtitan.grpo.training.ranks import RankRole, RankZeroTurn
 from torchtitan.grpo.training.runner import ForwardRunner
 from torchtitan.grpo.types import PromptProgress
-from torchtitan.grpo.upstream.trainer import Trainer
 from torchtitan.grpo.weight_sync.publisher import Publisher
 
 Log = Callable[[int, EvaluationResult, Mapping[str, int]], None]

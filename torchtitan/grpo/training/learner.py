@@ -17,14 +17,15 @@ from torchtitan.grpo.losses.advantages import are_equal as are_all_equal
 from torchtitan.grpo.losses.loss_metrics import MetricTotals
 from torchtitan.grpo.losses.objective import batch_loss_metrics, metric_reductions
 from torchtitan.grpo.training.critic import CRITIC_NORM, Critic, CriticMetrics, build_critic
+from torchtitan.grpo.training.frame import Trainer
 from torchtitan.grpo.training.gradient_norm import GradientClipper
 from torchtitan.grpo.training.guards import Guards, Verdict
 from torchtitan.grpo.training.model_spec import build_reference
+from torchtitan.grpo.training.optimizers import Optimizers
 from torchtitan.grpo.training.ranks import RankRole
 from torchtitan.grpo.training.reference import base_reference
 from torchtitan.grpo.training.runner import ForwardJob, ModelRunner, TrainJob
 from torchtitan.grpo.training.scoring import Minibatch, MinibatchLoss, Scorer
-from torchtitan.grpo.upstream.trainer import OptimizersContainer, Trainer
 
 
 class GradientParts:
@@ -124,7 +125,7 @@ class Learner:
     """
 
     scorer: Scorer
-    optimizers: OptimizersContainer
+    optimizers: Optimizers
     clipper: GradientClipper
     guards: Guards
     enter: Callable[[str], None]

@@ -21,10 +21,10 @@ from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.data.feed import Feed, Signal, TrainBatch
 from torchtitan.grpo.system.errors import RunError
 from torchtitan.grpo.system.logs import logger
+from torchtitan.grpo.training.frame import Trainer
 from torchtitan.grpo.training.freed_memory import Room, device_memory
 from torchtitan.grpo.training.reference import Reference
 from torchtitan.grpo.training.scoring import Scorer
-from torchtitan.grpo.upstream.trainer import Trainer
 
 
 class LoanFailed(RunError):

@@ -1,23 +1,48 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Builds the learning-rate schedule of ``[lr_scheduler]`` with upstream's function."""
+"""The learning-rate schedule of ``[lr_scheduler]``: warm-up, constant, decay."""
 
-from collections.abc import Callable
-from dataclasses import replace
+import copy
+import math
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-import torch
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.optim.lr_scheduler import LambdaLR
 
-from torchtitan.grpo.upstream.configuration import LRScheduler
-from torchtitan.grpo.upstream.trainer import LRSchedulersContainer, OptimizersContainer
-from torchtitan.grpo.upstream.trainer import build_lr_schedulers as build_upstream
+from torchtitan.grpo.config.frame import LRScheduler
+from torchtitan.grpo.training.optimizers import Optimizers
+
+Factor = Callable[[int], float]
+"""Maps steps taken to the factor of ``optimizer.lr`` in the next step."""
 
 Groups = list[list[dict[str, Any]]]
 
 
-def settings_of(optimizers: OptimizersContainer) -> Groups:
+class Schedules(Stateful):
+    """One schedule for each optimizer, all alike, so that a checkpoint keeps the first one's state."""
+
+    def __init__(self, optimizers: Optimizers, factor: Factor) -> None:
+        self.schedulers = [LambdaLR(optimizer, factor) for optimizer in optimizers]
+
+    def __iter__(self) -> Iterator[LambdaLR]:
+        return iter(self.schedulers)
+
+    def step(self) -> None:
+        for scheduler in self.schedulers:
+            scheduler.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.schedulers[0].state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for scheduler in self.schedulers:
+            scheduler.load_state_dict(copy.deepcopy(state_dict))
+
+
+def settings_of(optimizers: Optimizers) -> Groups:
     return [
         [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
         for optimizer in optimizers
@@ -25,7 +50,7 @@ def settings_of(optimizers: OptimizersContainer) -> Groups:
 
 
 def renew_settings(
-    optimizers: OptimizersContainer, schedulers: LRSchedulersContainer, settings: Groups
+    optimizers: Optimizers, schedulers: Schedules, settings: Groups
 ) -> tuple[float, float]:
     """Restores the settings from :func:`settings_of`, which a checkpoint has replaced.
 
@@ -48,31 +73,16 @@ def renew_settings(
     return float(schedulers.schedulers[0].get_last_lr()[0]), brought
 
 
-Factor = Callable[[int], float]
-"""Maps steps taken to the factor of ``optimizer.lr`` in the next step."""
-
-
 def build_lr_schedulers(
-    optimizers: OptimizersContainer,
+    optimizers: Optimizers,
     config: LRScheduler,
     training_steps: int,
     *,
     num_steps: int | None = None,
-) -> LRSchedulersContainer:
-    """Builds schedules in which the warm-up takes precedence, and the decay gets what it leaves.
-
-    Afterwards the last rate stays, where upstream's falls to 0 and then below. ``num_steps=None``
-    lays the schedule over ``lr_scheduler.total_steps`` or, if it is not set, ``training_steps``.
-    """
+) -> Schedules:
+    """``num_steps=None`` lays them over ``lr_scheduler.total_steps`` or ``training_steps``."""
     total = config.total_steps if config.total_steps is not None else training_steps
-    total = total if num_steps is None else num_steps
-    warmup, decay = lengths_of(config, total)
-    fitting = replace(config, warmup_steps=warmup, decay_ratio=decay / total, total_steps=total)
-    container = build_upstream(optimizers, fitting, training_steps)
-    for scheduler in container.schedulers:
-        held = [partial(_held, factor=f, last=total - 1) for f in factors_of(scheduler)]
-        scheduler.lr_lambdas = held  # pyright: ignore[reportAttributeAccessIssue]
-    return container
+    return Schedules(optimizers, schedule_of(config, total if num_steps is None else num_steps))
 
 
 def lengths_of(config: LRScheduler, num_steps: int) -> tuple[int, int]:
@@ -99,15 +109,45 @@ def _asked_decay(config: LRScheduler, num_steps: int) -> int:
     return round(num_steps * (1.0 if config.decay_ratio is None else config.decay_ratio))
 
 
-def _held(num_taken: int, factor: Factor, last: int) -> float:
-    return factor(min(num_taken, last))
-
-
 def factors_of(scheduler: Any) -> list[Factor]:
     return scheduler.lr_lambdas
 
 
 def schedule_of(config: LRScheduler, num_steps: int) -> Factor:
-    nothing: Any = [torch.optim.SGD([torch.zeros(1)], lr=1.0)]
-    container = build_lr_schedulers(nothing, config, num_steps, num_steps=num_steps)
-    return factors_of(container.schedulers[0])[0]
+    """The warm-up takes precedence, and the decay gets what it leaves. Afterwards the last rate stays."""
+    warmup, decay = lengths_of(config, num_steps)
+    return partial(
+        _factor,
+        warmup=warmup,
+        decay_begins=num_steps + 1 - decay,
+        decay=decay,
+        shape=config.decay_type,
+        least=config.min_lr_factor,
+        last=num_steps - 1,
+    )
+
+
+def _factor(
+    num_taken: int,
+    *,
+    warmup: int,
+    decay_begins: int,
+    decay: int,
+    shape: str,
+    least: float,
+    last: int,
+) -> float:
+    # The first step has a rate above 0, and so has the last one of a decay to 0: it is as if one
+    # more step followed.
+    step = min(num_taken, last)
+    if step < warmup:
+        return (step + 1) / warmup
+    if step < decay_begins:
+        return 1.0
+    progress = (step + 1 - decay_begins) / decay
+    falls = {
+        "linear": 1 - progress,
+        "sqrt": 1 - math.sqrt(progress),
+        "cosine": 0.5 * (1.0 + math.cos(math.pi * progress)),
+    }
+    return least + (1 - least) * falls[shape]

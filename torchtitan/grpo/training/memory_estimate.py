@@ -266,19 +266,18 @@ class _Layout:
         rest = self.tensor * self.replicas * settings.pipeline_parallel_degree
         self.shards = max(num_ranks // rest, 1)  # context parallelism shards parameters as well
         self._experts = settings.expert_parallel_degree
-        self._expert_tensor = settings.expert_tensor_parallel_degree if self._experts > 1 else 1
 
     def whole(self, name: str, shape: tuple[int, ...]) -> int:
         """Elements of a gathered parameter."""
         numel = math.prod(shape)
         if ".experts." in name and self._experts > 1:
-            return -(-numel // (self._experts * self._expert_tensor))
+            return -(-numel // self._experts)
         return -(-numel // self.tensor) if len(shape) >= _MATRIX_DIMS else numel
 
     def shard(self, name: str, shape: tuple[int, ...]) -> int:
         if ".experts." in name and self._experts > 1:
             ranks = self.shards * self.tensor
-            return -(-math.prod(shape) // max(ranks, self._experts * self._expert_tensor))
+            return -(-math.prod(shape) // max(ranks, self._experts))
         return -(-self.whole(name, shape) // self.shards)
 
 

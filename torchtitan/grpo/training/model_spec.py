@@ -25,48 +25,34 @@ from torchtitan.grpo.models.moe import prepare_moe_for_cpu
 from torchtitan.grpo.models.packed_model import PackedDecoder, ScoringSettings
 from torchtitan.grpo.models.parallelize import parallelize
 from torchtitan.grpo.models.shards import named_parameters
-from torchtitan.grpo.observe.metrics_processor import GRPOMetricsProcessor
 from torchtitan.grpo.pipeline.auto import resolve_schedule
 from torchtitan.grpo.pipeline.build import build_schedule, split_model
 from torchtitan.grpo.pipeline.fill_jobs import load_jobs
 from torchtitan.grpo.pipeline.lean_stage import LeanStage
 from torchtitan.grpo.pipeline.stages import ends_one_at_a_time
 from torchtitan.grpo.system.dtypes import TORCH_DTYPE_MAP
-from torchtitan.grpo.training.lr_schedule import build_lr_schedulers
-from torchtitan.grpo.training.optimizers import build_optimizers
+from torchtitan.grpo.training.frame import ModelSpec, Trainer
 from torchtitan.grpo.training.reference import Reference
 from torchtitan.grpo.training.runner import ModelRunner, WholeModelRunner
 from torchtitan.grpo.training.stage_runner import PipelineForwardRunner, PipelineRunner, StageLoss
-from torchtitan.grpo.upstream.configuration import compiles_model
-from torchtitan.grpo.upstream.models import qwen3_train_spec
 from torchtitan.grpo.upstream.parallelism import ParallelDims
 from torchtitan.grpo.upstream.state_dict import BaseStateDictAdapter
 from torchtitan.grpo.upstream.tools import utils
-from torchtitan.grpo.upstream.trainer import Trainer, TrainSpec
-from torchtitan.grpo.upstream.trainer import train_spec as train_specs
 
 
 def hf_train_spec(
     model: HFModel, config: JobConfig, schedule_steps: int | None = None
-) -> TrainSpec:
+) -> ModelSpec:
     if utils.device_type == "cpu" and getattr(model.model_args, "moe_enabled", False):
         prepare_moe_for_cpu(model.model_args)
     head_dim: int = model.model_args.head_dim
-    return replace(
-        qwen3_train_spec(),
-        model_cls=partial(PackedDecoder, settings=scoring_settings(config, head_dim)),  # pyright: ignore
+    return ModelSpec(
+        model_args=model.model_args,
+        model_cls=partial(PackedDecoder, settings=scoring_settings(config, head_dim)),
         state_dict_adapter=DecoderAdapter,
         parallelize_fn=parallelize,
         pipelining_fn=_pipeline,
-        model_args={config.model.flavor: model.model_args},
-        build_loss_fn=lambda *_, **__: StageLoss(),  # pyright: ignore
-        build_optimizers_fn=build_optimizers,  # pyright: ignore[reportArgumentType]
-        build_lr_schedulers_fn=partial(build_lr_schedulers, num_steps=schedule_steps),
-        # Rollouts are the data, and their text is never tokenized again.
-        build_dataloader_fn=None,
-        build_tokenizer_fn=None,
-        build_validator_fn=None,
-        build_metrics_processor_fn=GRPOMetricsProcessor,
+        schedule_steps=schedule_steps,
     )
 
 
@@ -75,7 +61,7 @@ def scoring_settings(config: JobConfig, head_dim: int | None = None) -> ScoringS
     grpo = config.grpo
     return ScoringSettings(
         attention=choose_packed_attention(config, utils.device_type, head_dim),
-        compiled=compiles_model(config),
+        compiled=config.compiles_model,
         temperature=config.rollout.temperature,
         chunk_tokens=grpo.logprob_chunk_tokens,
         with_entropy=grpo.log_entropy or grpo.entropy_coef > 0,
@@ -86,14 +72,12 @@ def scoring_settings(config: JobConfig, head_dim: int | None = None) -> ScoringS
     )
 
 
-def register_hf_model(
+def tried_train_spec(
     model: HFModel, config: JobConfig, device: torch.device, schedule_steps: int | None = None
-) -> None:
-    """Registers the model under the name and flavor of ``[model]``, and tries its attention."""
-    # Sharded logits stay inside the output layer, so that no loss is computed from them.
-    config.parallelism.disable_loss_parallel = True
+) -> ModelSpec:
+    """Tries the model's attention on the device first."""
     try_packed_attention(config, device, model.model_args.head_dim)
-    train_specs.register_train_spec(config.model.name, hf_train_spec(model, config, schedule_steps))
+    return hf_train_spec(model, config, schedule_steps)
 
 
 def _pipeline(
@@ -101,24 +85,17 @@ def _pipeline(
     dims: ParallelDims,
     config: JobConfig,
     device: torch.device,
-    model_args: Any,
-    parallelize_fn: Any,
-    loss_fn: StageLoss,
-) -> tuple[Any, list[nn.Module], bool, bool]:
+) -> tuple[Any, StageLoss, list[nn.Module]]:
     measured = resolve_schedule(model, dims, config, device)
     stages, parts = split_model(model, dims, config, device)
-    schedule = build_schedule(config, stages, loss_fn, measured)
-    has_first = any(stage.is_first for stage in stages)
-    return schedule, parts, has_first, any(stage.is_last for stage in stages)
+    loss = StageLoss()
+    return build_schedule(config, stages, loss, measured), loss, parts
 
 
 def build_policy_runner(trainer: Trainer) -> ModelRunner:
-    config = trainer.job_config
-    assert isinstance(config, JobConfig)
-    if trainer.parallel_dims.pp_enabled:
-        schedule: Any = trainer.pp_schedule  # pyright: ignore[reportAttributeAccessIssue]
-        loss: Any = trainer.loss_fn
-        runner = PipelineRunner(schedule, loss, config)
+    config, schedule = trainer.job_config, trainer.pp_schedule
+    if schedule is not None:
+        runner = PipelineRunner(schedule, trainer.stage_loss, config)
         if paths := config.parallelism.pipeline_fill_jobs:
             runner.fill(load_jobs(paths, schedule.stages[0], config.job.dump_folder))
         return runner
@@ -139,7 +116,6 @@ def build_reference(trainer: Trainer) -> Reference:
     settings = config.grpo
     check_reference(config)
     spec = trainer.train_spec
-    assert spec.state_dict_adapter is not None
     stages, parts = build_beside(trainer, lambda: spec.model_cls(trainer.model_args))
     for part in parts:
         part.eval().requires_grad_(False)
@@ -237,6 +213,4 @@ def build_without_memory(
     args.update_from_config(config)
     with torch.device("meta"):
         built = spec.model_cls(args)
-    adapter = spec.state_dict_adapter
-    assert adapter is not None
-    return built, lambda path: adapter(args, path)
+    return built, lambda path: spec.state_dict_adapter(args, path)

@@ -1,9 +1,9 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Builds the optimizers of ``[optimizer]``: upstream's, or Muon for matrices beside AdamW."""
+"""Builds the optimizers of ``[optimizer]``: AdamW, Adam, or Muon for matrices beside AdamW."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,47 +13,40 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.checkpoint.stateful import Stateful
 
-from torchtitan.grpo.config.job_config import Optimizer
+from torchtitan.grpo.config.frame import Optimizer
 from torchtitan.grpo.system.dtypes import TORCH_DTYPE_MAP
 from torchtitan.grpo.training.muon import Muon
-from torchtitan.grpo.upstream.parallelism import ParallelDims
-from torchtitan.grpo.upstream.trainer import (
-    OptimizersContainer,
-    build_optimizers_with_moe_load_balancing,
-)
 
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
-def build_optimizers(
-    model_parts: list[nn.Module], config: Optimizer, dims: ParallelDims, ft_manager: Any = None
-) -> OptimizersContainer:
-    if config.name == "Muon":
-        return MuonContainer(model_parts, config)
-    return build_optimizers_with_moe_load_balancing(
-        model_parts, config, dims, ft_manager=ft_manager
-    )
+class Optimizers(Stateful):
+    """The optimizers of each of a rank's model parts, as one.
 
-
-class MuonContainer(OptimizersContainer):
-    """AdamW for each model part, and Muon if it has hidden matrices.
-
-    AdamW comes first, so that its learning rate is logged. A checkpoint holds states by parameter
-    names, and loads under any layout.
+    A checkpoint holds states by parameter names, and loads under any layout.
     """
 
-    def __init__(self, model_parts: Sequence[nn.Module], config: Optimizer) -> None:
-        self.model_parts = list(model_parts)
-        self._of_part: list[tuple[torch.optim.Optimizer, ...]] = []
-        for part in self.model_parts:
-            matrices, others = split_parameters(part)
-            built = [_adamw(others, config)] if others else []
-            built += [_muon(matrices, config)] if matrices else []
-            self._of_part.append(tuple(built))
-        self.optimizers = [optimizer for some in self._of_part for optimizer in some]
-        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
-        self._post_init([p for group in groups for p in group["params"]], {"lr": config.lr})
+    def __init__(
+        self, model_parts: Sequence[nn.Module], of_part: Sequence[tuple[torch.optim.Optimizer, ...]]
+    ) -> None:
+        self.model_parts, self._of_part = list(model_parts), list(of_part)
+        self.optimizers = [optimizer for some in of_part for optimizer in some]
+
+    def __iter__(self) -> Iterator[torch.optim.Optimizer]:
+        return iter(self.optimizers)
+
+    def __len__(self) -> int:
+        return len(self.optimizers)
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def zero_grad(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -64,6 +57,20 @@ class MuonContainer(OptimizersContainer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         for part, optimizers in zip(self.model_parts, self._of_part, strict=True):
             set_optimizer_state_dict(part, optimizers, state_dict, options=_FLAT)
+
+
+def build_optimizers(model_parts: Sequence[nn.Module], config: Optimizer) -> Optimizers:
+    """AdamW comes before Muon, so that its learning rate is logged."""
+    of_part = []
+    for part in model_parts:
+        if config.name == "Muon":
+            matrices, others = split_parameters(part)
+        else:
+            matrices, others = [], [p for p in part.parameters() if p.requires_grad]
+        built: list[torch.optim.Optimizer] = [_adam(others, config)] if others else []
+        built += [_muon(matrices, config)] if matrices else []
+        of_part.append(tuple(built))
+    return Optimizers(model_parts, of_part)
 
 
 def split_parameters(part: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
@@ -79,8 +86,9 @@ def split_parameters(part: nn.Module) -> tuple[list[nn.Parameter], list[nn.Param
     return matrices, others
 
 
-def _adamw(parameters: list[nn.Parameter], config: Optimizer) -> torch.optim.AdamW:
-    return torch.optim.AdamW(
+def _adam(parameters: list[nn.Parameter], config: Optimizer) -> torch.optim.Optimizer:
+    kind = torch.optim.Adam if config.name == "Adam" else torch.optim.AdamW
+    return kind(
         parameters,
         lr=config.lr,
         betas=(config.beta1, config.beta2),

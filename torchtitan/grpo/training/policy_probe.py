@@ -16,10 +16,10 @@ from torchtitan.grpo.data.feed import Feed
 from torchtitan.grpo.data.rows import Sample, build_rows
 from torchtitan.grpo.models.packed_attention import PackedAttentionKind
 from torchtitan.grpo.models.packed_model import LogprobHead, PackedModel
+from torchtitan.grpo.training.frame import Trainer
 from torchtitan.grpo.training.ranks import RankRole
 from torchtitan.grpo.training.runner import ForwardRunner
 from torchtitan.grpo.upstream.parallelism import ParallelDims
-from torchtitan.grpo.upstream.trainer import Trainer
 from torchtitan.grpo.weight_sync.attestation import attested_tokens
 
 

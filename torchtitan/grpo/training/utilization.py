@@ -14,9 +14,9 @@ from torchtitan.grpo.data.cost import flops_cost
 from torchtitan.grpo.data.shared_context import Span, cost_of, num_computed
 from torchtitan.grpo.data.step_plan import StepPlan
 from torchtitan.grpo.models.hf_config import HFModel
+from torchtitan.grpo.training.frame import Trainer
 from torchtitan.grpo.training.scoring import scores_old_policy
 from torchtitan.grpo.upstream.tools import utils
-from torchtitan.grpo.upstream.trainer import Trainer
 
 # Products with each weight: one in a forward pass, and two in a backward pass, which computes the
 # gradients of its input and of the weight. Frozen weights have no gradient.

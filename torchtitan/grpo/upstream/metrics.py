@@ -1,14 +1,22 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Metrics to wandb and TensorBoard. 0.3.0 keeps all of these names."""
+"""Loggers to wandb and TensorBoard, and the memory of a GPU."""
 
-from torchtitan.components import metrics
+from typing import Any
+
 from torchtitan.components.metrics import (
     BaseLogger,
     DeviceMemStats,
     LoggerContainer,
-    MetricsProcessor,
     TensorBoardLogger,
     WandBLogger,
+    build_device_memory_monitor,
 )
+
+
+class WandbConfig(dict[str, Any]):
+    """Settings for :class:`WandBLogger`: 0.2 calls ``to_dict`` on them, 0.3 wants a dictionary."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return self

@@ -1,14 +1,28 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Meshes, collectives, and the split of a model into stages of a pipeline.
+"""Meshes, and the norm of gradients over them."""
 
-0.3.0 keeps `ParallelDims` and `dist_utils`. Its pipeline helpers are private; a move would copy both.
-"""
+from dataclasses import fields
+from typing import Any
 
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
-from torchtitan.distributed.pipeline_parallel import (
-    generate_llm_fqn_per_model_part,
-    pipeline_module_split,
-)
+
+_FIELDS = {field.name for field in fields(ParallelDims)}
+
+
+def parallel_dims(settings: Any, world_size: int) -> ParallelDims:
+    """Returns the meshes of ``[parallelism]``."""
+    # 0.2 can divide each expert, which is not used; 0.3 has several families of meshes.
+    extra: dict[str, Any] = {"etp": 1, "spmd_backend": "partial_dtensor"}
+    return ParallelDims(
+        dp_replicate=settings.data_parallel_replicate_degree,
+        dp_shard=settings.data_parallel_shard_degree,
+        cp=settings.context_parallel_degree,
+        tp=settings.tensor_parallel_degree,
+        pp=settings.pipeline_parallel_degree,
+        ep=settings.expert_parallel_degree,
+        world_size=world_size,
+        **{name: value for name, value in extra.items() if name in _FIELDS},
+    )

@@ -42,7 +42,7 @@ EXPERT_LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     },
     4: {
         "hsdp2x2 ep2": {"dp_replicate": 2, "dp_shard": 2, "ep": 2},
-        "fsdp2 ep2 tp2": {"dp_shard": 2, "tp": 2, "ep": 2, "etp": 2},
+        "fsdp2 ep2 tp2": {"dp_shard": 2, "tp": 2, "ep": 2},
         "fsdp2 tp2 lent to ep4": {"dp_shard": 2, "tp": 2, "ep": 4},
     },
 }

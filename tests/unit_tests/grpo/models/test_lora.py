@@ -43,7 +43,7 @@ BESIDE_EXPERTS: dict[int, dict[str, dict[str, Any]]] = {
     },
     4: {
         "hsdp2x2 ep2": {"dp_replicate": 2, "dp_shard": 2, "ep": 2},
-        "fsdp2 ep2 tp2": {"dp_shard": 2, "tp": 2, "ep": 2, "etp": 2},
+        "fsdp2 ep2 tp2": {"dp_shard": 2, "tp": 2, "ep": 2},
         "pp2 fsdp2 ep2": {"pp": 2, "dp_shard": 2, "ep": 2, "schedule": "1F1B"},
     },
 }

@@ -25,7 +25,7 @@ CASES = {
         "replicate2_tp2": ("qwen3", {"dp_replicate": 2, "tp": 2}),
         "pp2_tp2": ("llama", {"pp": 2, "tp": 2, "schedule": "Interleaved1F1B"}),
         "pp2_fsdp2_zbv": ("qwen3", {"pp": 2, "dp_shard": 2, "schedule": ZBV}),
-        "fsdp2_tp2_ep2": ("qwen3_mixed", {"dp_shard": 2, "tp": 2, "ep": 2, "etp": 2}),
+        "fsdp2_tp2_ep2": ("qwen3_mixed", {"dp_shard": 2, "tp": 2, "ep": 2}),
         "pp2_fsdp2_ep2": ("qwen3_mixed", {"pp": 2, "dp_shard": 2, "ep": 2, "schedule": "1F1B"}),
     },
     8: {

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from torchtitan.grpo.config.frame import Parallelism
 from torchtitan.grpo.pipeline.choice import assumed_part_costs
 from torchtitan.grpo.pipeline.helix_limits import helix_model_problems
 from torchtitan.grpo.pipeline.lowering import lower
@@ -15,7 +16,6 @@ from torchtitan.grpo.pipeline.stages import rank_of_parameter, stage_modules, st
 from torchtitan.grpo.pipeline.tables.actions import Action, Table
 from torchtitan.grpo.pipeline.tables.helix import helix, part_costs
 from torchtitan.grpo.pipeline.tables.simulate import simulate
-from torchtitan.grpo.upstream.configuration import Parallelism
 
 SIZES = [(2, 3, 1), (2, 4, 5), (3, 2, 4), (4, 8, 8), (4, 5, 11)]
 """Numbers of ranks, layers and microbatches."""

@@ -5,12 +5,12 @@
 
 import pytest
 
+from torchtitan.grpo.config.frame import Parallelism
 from torchtitan.grpo.pipeline.build import _PLACED_LIKE
 from torchtitan.grpo.pipeline.schedules import LAYER_SCHEDULES, SCHEDULES
 from torchtitan.grpo.pipeline.stages import ends_one_at_a_time, num_stages, schedule_of, stage_ranks
 from torchtitan.grpo.pipeline.tables.actions import Costs, Table
 from torchtitan.grpo.pipeline.tables.simulate import simulate
-from torchtitan.grpo.upstream.configuration import Parallelism
 
 
 def settings_of(name: str, degree: int) -> Parallelism:

@@ -22,7 +22,8 @@ import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 
-from torchtitan.grpo.config.job_config import Checkpoint, JobConfig
+from torchtitan.grpo.config.frame import Checkpoint
+from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.models import hf_weights
 from torchtitan.grpo.resume import checkpoint
 from torchtitan.grpo.resume.checkpoint_files import CheckpointWriter

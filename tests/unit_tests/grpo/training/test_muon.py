@@ -88,7 +88,7 @@ DENSE = {
 EXPERTS = {
     4: {
         "fsdp4 ep2": {"dp_shard": 4, "ep": 2},
-        "fsdp2 ep2 etp2": {"dp_shard": 2, "tp": 2, "ep": 2, "etp": 2},
+        "fsdp2 ep2 tp2": {"dp_shard": 2, "tp": 2, "ep": 2},
     },
 }
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from torchtitan.grpo.config.job_config import LRScheduler
+from torchtitan.grpo.config.frame import LRScheduler
 from torchtitan.grpo.data.feed import TrainBatch
 from torchtitan.grpo.data.step_plan import SampleTable
 from torchtitan.grpo.losses.loss_metrics import Metric, MetricTotals
@@ -23,8 +23,8 @@ from torchtitan.grpo.training.lr_schedule import (
     schedule_of,
     settings_of,
 )
+from torchtitan.grpo.training.optimizers import Optimizers
 from torchtitan.grpo.types import BatchPart, PromptProgress
-from torchtitan.grpo.upstream.trainer import OptimizersContainer
 
 
 def factors(steps: int, **settings) -> list[float]:
@@ -72,7 +72,7 @@ def test_lengths_that_do_not_fit_are_told_as_what_is_used(steps, warmup, decay, 
 def build(lr: float, warmup_steps: int = 2, num_steps: int = 10, **settings) -> SimpleNamespace:
     model = torch.nn.Linear(2, 2)
     options = {"lr": lr, "betas": (0.9, 0.95), "weight_decay": 0.1} | settings
-    optimizers = OptimizersContainer([model], torch.optim.AdamW, options)
+    optimizers = Optimizers([model], [(torch.optim.AdamW(model.parameters(), **options),)])
     config = LRScheduler(warmup_steps=warmup_steps, decay_ratio=None)
     schedulers = build_lr_schedulers(optimizers, config, num_steps, num_steps=num_steps)
     return SimpleNamespace(model=model, optimizers=optimizers, schedulers=schedulers)

@@ -3,7 +3,6 @@
 
 """Merges the command line into a TOML file, and that into the defaults, without checking values."""
 
-import importlib
 import re
 import tomllib
 from pathlib import Path
@@ -17,8 +16,6 @@ from torchtitan.grpo.config.command_line.keys import answer_to_value, unknown_ke
 from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.system.file_formats import UTF8_MARK, other_format
 from torchtitan.grpo.system.files import read_regular
-from torchtitan.grpo.system.functions import find_neighbours
-from torchtitan.grpo.upstream.configuration import merged_tables
 
 _KEY_VARIABLES: dict[tuple[str, ...], str] = {
     ("inference", "api_key"): "TORCHTITAN_GRPO_API_KEY",
@@ -30,18 +27,13 @@ _KEY_VARIABLES: dict[tuple[str, ...], str] = {
 def read_config(args: list[str]) -> JobConfig:
     """Reads the command line and its TOML file; ConfigError has a line for each mistake."""
     data = _read_toml(_last_value(args, "job.config_file"))
-    module = _last_value(args, "job.custom_config_module")
-    if module is None:
-        job = data.get("job", {})
-        module = job.get("custom_config_module") if isinstance(job, dict) else None
-    cls = _with_custom_tables(module) if module else JobConfig
-    overrides, wrong = read_arguments(cls, args)
+    overrides, wrong = read_arguments(JobConfig, args)
     _refuse_secrets(overrides)
-    if wrong := [*unknown_keys(cls, data), *wrong]:
+    if wrong := [*unknown_keys(JobConfig, data), *wrong]:
         raise ConfigError("\n".join(wrong))
     for override in overrides:
         _put(data, override)
-    return _converted(cls, data)
+    return _converted(data)
 
 
 def _refuse_secrets(overrides: list[Override]) -> None:
@@ -84,18 +76,6 @@ def _read_toml(path: str | None) -> dict[str, Any]:
         raise ConfigError(f"--job.config_file is not valid TOML: {error} ({path}).") from error
 
 
-def _with_custom_tables(module: str) -> type[JobConfig]:
-    """Merges the tables of ``job.custom_config_module``, as torchtitan does."""
-    find_neighbours()
-    try:
-        custom = importlib.import_module(module).JobConfig
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(
-            f"job.custom_config_module must be a module with a class JobConfig, got {module}: {error}."
-        ) from error
-    return merged_tables(JobConfig, custom)
-
-
 def _put(data: dict[str, Any], override: Override) -> None:
     """Sets a value in the data of a TOML file. A part that should be a table becomes one."""
     (*tables, name), value = override
@@ -105,10 +85,10 @@ def _put(data: dict[str, Any], override: Override) -> None:
     data[name] = value
 
 
-def _converted(cls: type[JobConfig], data: dict[str, Any]) -> JobConfig:
+def _converted(data: dict[str, Any]) -> JobConfig:
     try:
-        return msgspec.convert(data, type=cls)
-    except (msgspec.ValidationError, AssertionError) as error:  # torchtitan's tables assert
+        return msgspec.convert(data, type=JobConfig)
+    except msgspec.ValidationError as error:
         message = re.sub(r"`\$\.(.*)`", r"\1", str(error))
         key, value = message.rpartition(" ")[2], data
         for part in key.split("."):
