@@ -24,6 +24,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from check_gpu.parts import device_of, make_pushed, median_ms, product_tflops
 from check_gpu.row import Row, Settings, judged
+from torchtitan.grpo.config.frame import Comm
 from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.data.cost import flops_cost
 from torchtitan.grpo.data.rows import Sample, TrainRows, build_rows
@@ -126,7 +127,7 @@ def _join_alone(device: torch.device) -> None:
     os.environ.update(ranks | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
     if device.type == "cuda":
         torch.cuda.set_device(0)
-    join_ranks(replace(JobConfig().comm, trace_buf_size=0), "")
+    join_ranks(Comm(trace_buf_size=0), "")
 
 
 class Trained:

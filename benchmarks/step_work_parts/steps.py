@@ -55,7 +55,7 @@ from torchtitan.grpo.training.ranks import rank_role
 from torchtitan.grpo.training.scoring import Scorer
 from torchtitan.grpo.types import BatchPart, PromptProgress
 from torchtitan.grpo.upstream.models import Qwen3ModelArgs, qwen3_train_spec
-from torchtitan.grpo.upstream.parallelism import ParallelDims, dist_utils
+from torchtitan.grpo.upstream.parallelism import ParallelDims, dist_utils, parallel_dims
 from torchtitan.grpo.upstream.tools import utils
 
 DEVICE = torch.device("cuda")

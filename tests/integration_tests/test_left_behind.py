@@ -61,7 +61,8 @@ def test_a_rank_that_hangs_in_opening_a_file_ends_with_torchrun(tmp_path: Path):
     (tmp_path / "hanging.py").write_text(f"open({str(fifo)!r})")
     command = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "torchtitan_grpo"]
     command += ["--nproc_per_node=1", "-m", "torchtitan.grpo_train"]
-    command += ["--job.custom_config_module=hanging"]
+    command += ["--model.hf_assets_path=m", "--prompts.path=p", "--inference.launch"]
+    command += ["--reward.functions=exact_match", "--grpo.policy_loss=hanging:loss"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(tmp_path)}
     agent = psutil.Popen(command, env=environment, stderr=subprocess.PIPE)
     ranks: list[psutil.Process] = []

@@ -43,9 +43,6 @@ def check_profiling(config: JobConfig) -> None:
         return
     needed = 1
     if settings.enable_profiling:
-        for key, least in (("profiler_active", 1), ("profiler_warmup", 0)):
-            value = getattr(settings, key)
-            require(value >= least, f"profiling.{key} must be at least {least}, got {value}.")
         needed = settings.profiler_warmup + settings.profiler_active
     require(
         settings.profile_freq >= needed,

@@ -44,7 +44,7 @@ def open_trackers(config: JobConfig) -> LoggerContainer:
     folder = os.path.join(config.job.dump_folder, settings.save_tb_folder, begin)
     if settings.enable_wandb:
         try:
-            with _wandb_run(config):
+            with wandb_run(config):
                 trackers.add_logger(WandBLogger(folder, WandbConfig(config.to_dict())))  # pyright: ignore
         except Exception as error:
             logger.error(f"wandb cannot be opened, and the run goes on without it: {error}")
@@ -54,7 +54,7 @@ def open_trackers(config: JobConfig) -> LoggerContainer:
 
 
 @contextmanager
-def _wandb_run(config: JobConfig) -> Iterator[None]:
+def wandb_run(config: JobConfig) -> Iterator[None]:
     """Lets each start of a run open the same wandb run, unless the environment decides.
 
     The variables are set only while wandb is opened: user code may use it, too.

@@ -5,22 +5,23 @@
 
 import dataclasses
 import math
-import sys
-import types
-from typing import Annotated, Any
 
 import pytest
 
 from torchtitan.grpo import config as tables
+from torchtitan.grpo.config import frame
 from torchtitan.grpo.config.bounds import Bounds, above, at_least, bounds_of
 from torchtitan.grpo.config.field_docs import field_docs, first_sentence
 from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.config_checks import ConfigError
 from torchtitan.grpo.config_checks.load import load_config
-from torchtitan.grpo.config_checks.ranges import _UPSTREAM_BOUNDS, check_ranges
+from torchtitan.grpo.config_checks.ranges import check_ranges
 from torchtitan.grpo.run_folder.start_record import describe_settings
 
-TABLES = [field for field in dataclasses.fields(JobConfig) if field.type in vars(tables).values()]
+TABLES = [
+    field for field in dataclasses.fields(JobConfig)
+    if field.type in (*vars(tables).values(), *vars(frame).values())
+]  # fmt: skip
 BOUNDED = [
     (table.name, name, bounds)
     for table in TABLES
@@ -56,8 +57,7 @@ def test_most_numbers_are_bounded_and_every_default_is_valid():
 
 
 def test_the_bounds_of_each_field_are_enforced_by_its_key():
-    of_torchtitan = [(*key.split("."), bounds) for key, bounds in _UPSTREAM_BOUNDS.items()]
-    for table, name, bounds in (*BOUNDED, *of_torchtitan):
+    for table, name, bounds in BOUNDED:
         invalid = bounds.minimum - 1
         if bounds.special is not None and invalid == bounds.special[0]:
             invalid -= 1
@@ -75,42 +75,6 @@ def test_every_field_has_a_docstring_of_whole_sentences(table):
         text = docs[field.name]
         assert text.endswith((".", '.")')), f"{table.__name__}.{field.name}"
         assert first_sentence(text)[0].isupper() or text.startswith("`")
-
-
-def test_tables_that_a_custom_module_adds_or_extends_are_bounded(monkeypatch, tmp_path):
-    @dataclasses.dataclass
-    class Mine:
-        depth: Annotated[int, at_least(1)] = 1
-
-    @dataclasses.dataclass
-    class GRPO:
-        warmth: Annotated[float, above(0)] = 1.0
-
-    @dataclasses.dataclass
-    class Extended:
-        mine: Mine = dataclasses.field(default_factory=Mine)
-        grpo: GRPO = dataclasses.field(default_factory=GRPO)
-
-    module: Any = types.ModuleType("my_config")
-    module.JobConfig = Extended
-    monkeypatch.setitem(sys.modules, "my_config", module)
-    arguments = ["--job.custom_config_module=my_config", *LIVE]
-    config: Any = load_config([*arguments, "--mine.depth=2", "--grpo.warmth=3"])
-    assert (config.mine.depth, config.grpo.warmth, config.grpo.group_size) == (2, 3.0, 8)
-    for argument in ("--mine.depth=0", "--grpo.warmth=0", "--grpo.group_size=0"):
-        with pytest.raises(ConfigError, match=argument.strip("-").split("=")[0]):
-            load_config([*arguments, argument])
-
-
-def test_a_custom_module_is_found_in_the_current_folder_and_shadows_nothing(tmp_path, monkeypatch):
-    source = "import dataclasses\n@dataclasses.dataclass\nclass JobConfig:\n    pass\n"
-    for name in ("mine_of_a_folder", "random"):
-        (tmp_path / f"{name}.py").write_text(source)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [p for p in sys.path if p])  # as `python -P` starts
-    load_config(["--job.custom_config_module=mine_of_a_folder", *LIVE])
-    with pytest.raises(ConfigError, match="'random' has no attribute 'JobConfig'"):
-        load_config(["--job.custom_config_module=random", *LIVE])
 
 
 def test_the_description_marks_what_differs_from_the_defaults(monkeypatch):

@@ -150,7 +150,6 @@ def test_the_command_for_examples_needs_some(repository, monkeypatch, capsys):
     ("num_ranks", "arguments"),
     [
         (8, "tensor_parallel_degree=2 expert_parallel_degree=4"),
-        (8, "tensor_parallel_degree=2 expert_parallel_degree=4 expert_tensor_parallel_degree=2"),
         (2, f"{ZERO_BUBBLE} --compile.enable --activation_checkpoint.mode=full"),
         (2, f"{ZERO_BUBBLE} --activation_checkpoint.mode=selective"),  # by layers
         (2, "pipeline_parallel_degree=2 pipeline_parallel_schedule=Interleaved1F1B"),
@@ -195,7 +194,6 @@ def test_devices_are_lent_if_there_are_some_that_servers_share(load, monkeypatch
     load(lend)
     for arguments, message in (
         ("--inference.device=cpu", "got inference.device = 'cpu', with which servers need none"),
-        ("--optimizer.early_step_in_backward", "cannot be combined: the latter needs the states"),
     ):
         with pytest.raises(ConfigError, match=message):
             load(f"{lend} {arguments}")

@@ -85,12 +85,7 @@ def test_no_name_hides_a_setting_of_ours():
     # A name that a setting of ours has as well is answered by that setting, unless both may be meant.
     names = {key.rpartition(".")[2] for key in KEYS}
     both = {
-        *("delta", "max_concurrent", "model_path", "tensor_parallel_size"),
-        *(
-            "flavor",
-            "global_batch_size",
-            "num_workers",
-        ),  # of torchtitan, and without a meaning here
+        *("delta", "max_concurrent", "model_path", "num_workers", "tensor_parallel_size"),
     }
     assert set(NAMES) & names == both
     assert not set(NAMES) & set(KEYS)
