@@ -16,13 +16,13 @@ import torch.nn as nn
 from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.losses.policy_terms import BUILTIN
 from torchtitan.grpo.models.attention_choice import choose_packed_attention, try_packed_attention
-from torchtitan.grpo.models.decoder import DecoderAdapter, DecoderArgs, ValueAdapter
+from torchtitan.grpo.models.decoder import DecoderArgs
 from torchtitan.grpo.models.embedding_rows import embedding_notes
 from torchtitan.grpo.models.hf_config import HFModel, check_reference
+from torchtitan.grpo.models.hf_names import DecoderAdapter, ValueAdapter
 from torchtitan.grpo.models.hf_weights import check_hf_weights, load_hf_weights
 from torchtitan.grpo.models.lora import add_adapters
-from torchtitan.grpo.models.moe import prepare_moe_for_cpu
-from torchtitan.grpo.models.packed_model import PackedDecoder, ScoringSettings
+from torchtitan.grpo.models.packed_model import PackedModel, ScoringSettings
 from torchtitan.grpo.models.parallelize import parallelize
 from torchtitan.grpo.models.shards import named_parameters
 from torchtitan.grpo.observe.metrics_processor import GRPOMetricsProcessor
@@ -38,7 +38,6 @@ from torchtitan.grpo.training.reference import Reference
 from torchtitan.grpo.training.runner import ModelRunner, WholeModelRunner
 from torchtitan.grpo.training.stage_runner import PipelineForwardRunner, PipelineRunner, StageLoss
 from torchtitan.grpo.upstream.configuration import compiles_model
-from torchtitan.grpo.upstream.models import qwen3_train_spec
 from torchtitan.grpo.upstream.parallelism import ParallelDims
 from torchtitan.grpo.upstream.state_dict import BaseStateDictAdapter
 from torchtitan.grpo.upstream.tools import utils
@@ -49,16 +48,13 @@ from torchtitan.grpo.upstream.trainer import train_spec as train_specs
 def hf_train_spec(
     model: HFModel, config: JobConfig, schedule_steps: int | None = None
 ) -> TrainSpec:
-    if utils.device_type == "cpu" and getattr(model.model_args, "moe_enabled", False):
-        prepare_moe_for_cpu(model.model_args)
-    head_dim: int = model.model_args.head_dim
-    return replace(
-        qwen3_train_spec(),
-        model_cls=partial(PackedDecoder, settings=scoring_settings(config, head_dim)),  # pyright: ignore
+    settings = scoring_settings(config, model.model_args.head_dim)
+    return TrainSpec(
+        model_cls=partial(PackedModel, settings=settings),  # pyright: ignore[reportArgumentType]
         state_dict_adapter=DecoderAdapter,
         parallelize_fn=parallelize,
         pipelining_fn=_pipeline,
-        model_args={config.model.flavor: model.model_args},
+        model_args={config.model.flavor: model.model_args},  # pyright: ignore[reportArgumentType]
         build_loss_fn=lambda *_, **__: StageLoss(),  # pyright: ignore
         build_optimizers_fn=build_optimizers,  # pyright: ignore[reportArgumentType]
         build_lr_schedulers_fn=partial(build_lr_schedulers, num_steps=schedule_steps),
@@ -204,7 +200,7 @@ def check_critic_weights(config: JobConfig, model: HFModel, path: str) -> list[s
     model.model_args.update_from_config(config)
     args = critic_args(model.model_args)
     with torch.device("meta"):
-        built = PackedDecoder(args, critic_settings(config, args))
+        built = PackedModel(args, critic_settings(config, args))
     adapter = ValueAdapter(args, path)
     return check_hf_weights(built, adapter, Path(path), setting="critic.path", new=VALUE_HEAD)[1]
 

@@ -242,7 +242,7 @@ def _learning_rate(found: Findings, is_lora: bool) -> dict[str, Any]:
         "rank": _LORA_RANK,
         "base_dtype": "bfloat16",
         "target_modules": _ATTENTION
-        if getattr(found.model.model_args, "moe_enabled", False)
+        if found.model.model_args.has_experts
         else None,
     }
 
