@@ -27,8 +27,8 @@ from check_gpu.row import Row, Settings, judged
 from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.data.cost import flops_cost
 from torchtitan.grpo.data.rows import Sample, TrainRows, build_rows
-from torchtitan.grpo.models.hf_config import read_hf_model
 from torchtitan.grpo.models.fsdp import Kept
+from torchtitan.grpo.models.hf_config import read_hf_model
 from torchtitan.grpo.system import strict_json
 from torchtitan.grpo.training.gradient_norm import GradientClipper
 from torchtitan.grpo.training.model_spec import hf_train_spec, whole_model_runner

@@ -71,7 +71,9 @@ def model_lora_problems(config: JobConfig, model: "HFModel") -> Iterator[str]:
     if unknown:
         experts = ""
         if args.has_experts:
-            experts = " The experts of a layer are one tensor and not linear layers, and get no adapters."
+            experts = (
+                " The experts of a layer are one tensor and not linear layers, and get no adapters."
+            )
         yield (
             f"lora.target_modules must name layers of the model ({model.path}), which has "
             f"{', '.join(targets)}, got {', '.join(unknown)}.{experts}"
@@ -91,9 +93,7 @@ def model_lora_problems(config: JobConfig, model: "HFModel") -> Iterator[str]:
         yield from _stage_problems(config, args.n_layers, adapted)
 
 
-def _stage_problems(
-    config: JobConfig, num_layers: int, adapted: set[int]
-) -> Iterator[str]:
+def _stage_problems(config: JobConfig, num_layers: int, adapted: set[int]) -> Iterator[str]:
     try:
         stages = stage_modules(config.parallelism, num_layers)
     except ValueError:

@@ -17,7 +17,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -116,9 +116,7 @@ class PackedAttention(nn.Module):
         return gather_heads(self._attend(q, k, v, mask, scale), group)
 
 
-_Attend = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, Mask, float | None], torch.Tensor
-]
+_Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Mask, float | None], torch.Tensor]
 
 
 def _attend_with(kind: PackedAttentionKind) -> _Attend:

@@ -9,7 +9,6 @@ rank holds its part of the sequence. Context parallelism uses all-to-all (`packe
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ import torch.nn as nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import (
-    DTensor,
     Placement,
     Replicate,
     Shard,
@@ -81,9 +79,7 @@ def parallelize(
 def _divide_tensors(model: PackedModel, mesh: DeviceMesh) -> None:
     plan: dict[str, ParallelStyle] = {}
     if embeds_tokens(model):
-        plan["tok_embeddings"] = RowwiseParallel(
-            input_layouts=Replicate(), output_layouts=Shard(1)
-        )
+        plan["tok_embeddings"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
     if model.norm is not None:
         plan["norm"] = SequenceParallel()
     if isinstance(model.output, ValueHead):

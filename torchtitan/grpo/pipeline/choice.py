@@ -58,7 +58,7 @@ def assumed_part_costs(config: JobConfig, args: Any) -> Costs:
         before=before / products,
         recomputes=recomputes,
         kept=(kept[0] / per_rank, kept[1] / per_rank),
-        shared=heads / (args.dim if recomputes else others + attended) / per_rank,
+        shared=row.attended / (args.dim if recomputes else others + attended) / per_rank,
     )
 
 

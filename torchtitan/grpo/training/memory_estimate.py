@@ -293,7 +293,9 @@ def _recomputed(config: JobConfig, args: DecoderArgs) -> dict[str, float]:
         "full": 0 if _divides_layers(config) else attention,
     }
     again = {
-        mode: sum(layer.recomputed(option if mode == "selective" else mode) for layer in args.layers)
+        mode: sum(
+            layer.recomputed(option if mode == "selective" else mode) for layer in args.layers
+        )
         + attention_again.get(mode, 0)
         for mode in CHECKPOINTING
     }

@@ -11,7 +11,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import torchtitan.grpo.models.blocks.experts as blocks
-from torchtitan.grpo.models.blocks.experts import Groups, GroupedExperts, spread
+from torchtitan.grpo.models.blocks.experts import GroupedExperts, Groups, spread
 from torchtitan.grpo.models.blocks.rows import RoutedExperts
 from torchtitan.grpo.models.weight_grads import (
     DeferredExperts,

@@ -42,9 +42,7 @@ class Block(nn.Module):
     attention_norm: Any
     ffn_norm: Any
 
-    def __init__(
-        self, row: Layer, number: int, norm_eps: float, kind: PackedAttentionKind
-    ) -> None:
+    def __init__(self, row: Layer, number: int, norm_eps: float, kind: PackedAttentionKind) -> None:
         super().__init__()
         self.row, self._std = row, 0.02 / (2 * (number + 1)) ** 0.5
         # A new kind of block is chosen here by the type of its row.

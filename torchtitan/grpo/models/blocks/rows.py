@@ -46,11 +46,11 @@ class Part:
 
     @property
     def is_linear(self) -> bool:
-        return len(self.shape) == 2  # noqa: PLR2004
+        return len(self.shape) == 2
 
     @property
     def is_stacked(self) -> bool:
-        return len(self.shape) > 2  # noqa: PLR2004
+        return len(self.shape) > 2
 
     @property
     def target(self) -> str:
@@ -214,7 +214,12 @@ class RoutedExperts:
             Part("moe.router.gate", "mlp.gate", (count, self.dim)),
             Part("moe.experts.w1", "mlp.experts.{}.gate_proj", up, 1),
             Part("moe.experts.w3", "mlp.experts.{}.up_proj", up, 1),
-            Part("moe.experts.w2", "mlp.experts.{}.down_proj", (count, self.dim, self.expert_hidden), 2),
+            Part(
+                "moe.experts.w2",
+                "mlp.experts.{}.down_proj",
+                (count, self.dim, self.expert_hidden),
+                2,
+            ),
         )
 
     @property
