@@ -73,7 +73,7 @@ class AttentionCase:
     def attend(self, reach: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
         """Returns the output of packed attention for the inputs of this case, or for others."""
         mask = packed_mask(reach, self.kind)
-        return self.attention(*(inputs or self.inputs), block_mask=mask, enable_gqa=True)
+        return self.attention(*(inputs or self.inputs), mask)
 
     def train(self, seed: int) -> None:
         """Runs forward and backward pass."""

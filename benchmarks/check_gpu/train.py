@@ -28,8 +28,8 @@ from torchtitan.grpo.config.frame import Comm
 from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.data.cost import flops_cost
 from torchtitan.grpo.data.rows import Sample, TrainRows, build_rows
+from torchtitan.grpo.models.fsdp import Kept
 from torchtitan.grpo.models.hf_config import read_hf_model
-from torchtitan.grpo.models.parallelize import Kept
 from torchtitan.grpo.system import strict_json
 from torchtitan.grpo.training.frame import join_ranks
 from torchtitan.grpo.training.gradient_norm import GradientClipper

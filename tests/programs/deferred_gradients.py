@@ -9,11 +9,11 @@ import torch.distributed as dist
 from build_model import build_stages
 from sharded_model import picked_sum, rows_of, runner_of, whole
 
+from torchtitan.grpo.models.blocks.layer import Block
 from torchtitan.grpo.models.shards import named_parameters
 from torchtitan.grpo.models.split_compile import SplitBackend
 from torchtitan.grpo.models.weight_grads import WeightGradients
 from torchtitan.grpo.pipeline.lean_stage import DeferredStage, LeanStage
-from torchtitan.grpo.upstream.models import TransformerBlock
 
 
 def gathered(parts) -> dict[str, torch.Tensor]:
@@ -62,7 +62,7 @@ def run(arguments: dict, case: dict) -> tuple[dict[str, torch.Tensor], dict[str,
     runner = runner_of(built, stages)
     rows = rows_of(arguments)
     calls, before_gradient = [0], [0]
-    blocks = [m for part in built.parts for m in part.modules() if isinstance(m, TransformerBlock)]
+    blocks = [m for part in built.parts for m in part.modules() if isinstance(m, Block)]
     # Inside compiled blocks, a hook that counts would compile them again for each number.
     for block in [] if case.get("compiled") else blocks:
         block.attention.register_forward_pre_hook(lambda *_: calls.__setitem__(0, calls[0] + 1))

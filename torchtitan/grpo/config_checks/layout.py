@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from torchtitan.grpo.config.frame import Parallelism
 from torchtitan.grpo.config.job_config import JobConfig
+from torchtitan.grpo.models.blocks.rows import GatedFeedForward, RoutedExperts
 from torchtitan.grpo.pipeline.helix_limits import helix_model_problems, helix_problems
 from torchtitan.grpo.pipeline.schedules import HELIX, SCHEDULES
 from torchtitan.grpo.pipeline.stages import stage_modules
@@ -163,30 +164,31 @@ def _checkpoint_problems(config: JobConfig) -> Iterator[str]:
 def model_layout_problems(config: JobConfig, model: "HFModel") -> Iterator[str]:
     settings, args = config.parallelism, model.model_args
     tensor, context = settings.tensor_parallel_degree, settings.context_parallel_degree
-    heads: int = args.n_heads  # pyright: ignore[reportAttributeAccessIssue]
-    kv_heads: int = getattr(args, "n_kv_heads", None) or heads
-    if heads % tensor or kv_heads % tensor:
-        yield (
-            f"parallelism.tensor_parallel_degree ({tensor}) must divide the model's {heads} "
-            f"attention heads and {kv_heads} key-value heads ({model.path})."
-        )
-        return
-    width: int = args.hidden_dim
-    if width % tensor:
-        yield (
-            f"parallelism.tensor_parallel_degree ({tensor}) must divide the width of the model's "
-            f"feed-forward layers, {width} ({model.path})."
-        )
-    local_heads, local_kv_heads = heads // tensor, kv_heads // tensor
-    if local_heads % math.lcm(local_kv_heads, context):
-        yield (
-            f"parallelism.context_parallel_degree ({context}) must divide the {local_heads} "
-            f"attention heads that each tensor-parallel rank has, in groups that share a "
-            f"key-value head (of {local_kv_heads})."
-        )
+    for row in dict.fromkeys(kind.attention for kind in args.layers.kinds):
+        heads, kv_heads = row.divided_heads
+        if heads % tensor or kv_heads % tensor:
+            yield (
+                f"parallelism.tensor_parallel_degree ({tensor}) must divide the model's {heads} "
+                f"attention heads and {kv_heads} key-value heads ({model.path})."
+            )
+            return
+        local_heads, local_kv_heads = heads // tensor, kv_heads // tensor
+        if local_heads % math.lcm(local_kv_heads, context):
+            yield (
+                f"parallelism.context_parallel_degree ({context}) must divide the {local_heads} "
+                f"attention heads that each tensor-parallel rank has, in groups that share a "
+                f"key-value head (of {local_kv_heads})."
+            )
+    rows = dict.fromkeys(kind.feed_forward for kind in args.layers.kinds)
+    for width in (row.hidden for row in rows if isinstance(row, GatedFeedForward)):
+        if width % tensor:
+            yield (
+                f"parallelism.tensor_parallel_degree ({tensor}) must divide the width of the model's "
+                f"feed-forward layers, {width} ({model.path})."
+            )
     if settings.pipeline_parallel_degree > 1:
         try:
-            stage_modules(settings, args.n_layers)  # pyright: ignore
+            stage_modules(settings, args.n_layers)
         except ValueError as error:
             yield (
                 f"The model ({model.path}) cannot be cut into the stages of parallelism.pipeline_"
@@ -202,7 +204,7 @@ def model_layout_problems(config: JobConfig, model: "HFModel") -> Iterator[str]:
 def _compiled_checkpoint_problems(config: JobConfig, model: "HFModel") -> Iterator[str]:
     """Checkpoints of experts' blocks lie outside of compile."""
     degree, mode = config.parallelism.tensor_parallel_degree, config.activation_checkpoint.mode
-    is_dense = not getattr(model.model_args, "moe_enabled", False)
+    is_dense = not model.model_args.has_experts
     is_checkpointed = mode in ("full", "selective")
     if degree > 1 and is_dense and is_checkpointed and config.compiles_model:
         yield (
@@ -218,13 +220,14 @@ def _expert_problems(config: JobConfig, model: "HFModel") -> Iterator[str]:
     experts = settings.expert_parallel_degree
     if experts == 1:
         return
-    num_experts = args.moe_args.num_experts if getattr(args, "moe_enabled", False) else 0  # pyright: ignore
+    rows = (kind.feed_forward for kind in args.layers.kinds)
+    num_experts = next((row.num_experts for row in rows if isinstance(row, RoutedExperts)), 0)
     if num_experts == 0 or num_experts % experts:
         yield (
             f"parallelism.expert_parallel_degree ({experts}) must divide the model's experts, got "
             f"{num_experts} of them ({model.path})."
         )
-    if getattr(args, "enable_weight_tying", False):
+    if args.enable_weight_tying:
         yield (
             f"parallelism.expert_parallel_degree must be 1 for a model with tied embeddings "
             f"({model.path}), got {experts}: experts have no FSDP group of their own in such a model."

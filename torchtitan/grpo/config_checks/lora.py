@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.config_checks.rules import require
 from torchtitan.grpo.pipeline.stages import stage_modules
-from torchtitan.grpo.weight_wire.adapter_names import TARGETS
 
 if TYPE_CHECKING:
     from torchtitan.grpo.models.hf_config import HFModel
@@ -19,11 +18,9 @@ def check_lora(config: JobConfig) -> None:
     lora, grpo, checkpoint = config.lora, config.grpo, config.checkpoint
     if lora.rank == 0:
         return
-    unknown = [name for name in lora.target_modules if name not in TARGETS]
     require(
-        bool(lora.target_modules) and not unknown,
-        f"lora.target_modules must name at least one of {', '.join(TARGETS)}, got "
-        f"{unknown or lora.target_modules}. Name layers from this list.",
+        bool(lora.target_modules),
+        "lora.target_modules must name at least one layer, such as q_proj, got none.",
     )
     require(
         len(set(lora.target_modules)) == len(lora.target_modules),
@@ -63,49 +60,47 @@ def model_lora_problems(config: JobConfig, model: "HFModel") -> Iterator[str]:
     lora, args = config.lora, model.model_args
     if lora.rank == 0:
         return
-    heads, kv_heads = args.n_heads * args.head_dim, (args.n_kv_heads or 0) * args.head_dim
-    sizes = {
-        "q_proj": (args.dim, heads),
-        "k_proj": (args.dim, kv_heads),
-        "v_proj": (args.dim, kv_heads),
-        "o_proj": (heads, args.dim),
-        "gate_proj": (args.dim, args.hidden_dim),
-        "up_proj": (args.dim, args.hidden_dim),
-        "down_proj": (args.hidden_dim, args.dim),
-    }
+    targets: dict[str, tuple[int, ...]] = {}
+    holders: dict[str, set[int]] = {}
+    for number, layer in enumerate(args.layers):
+        for part in layer.parts:
+            if part.is_target:
+                targets[part.target] = part.shape
+                holders.setdefault(part.target, set()).add(number)
+    unknown = sorted(set(lora.target_modules) - targets.keys())
+    if unknown:
+        experts = ""
+        if args.has_experts:
+            experts = (
+                " The experts of a layer are one tensor and not linear layers, and get no adapters."
+            )
+        yield (
+            f"lora.target_modules must name layers of the model ({model.path}), which has "
+            f"{', '.join(targets)}, got {', '.join(unknown)}.{experts}"
+        )
+        return
     for name in lora.target_modules:
-        if lora.rank > min(sizes[name]):
+        smallest, sizes = min(targets[name]), " and ".join(map(str, targets[name][::-1]))
+        if lora.rank > smallest:
             yield (
-                f"lora.rank must be at most {min(sizes[name])} for {name}, whose weight has the sizes "
-                f"{sizes[name][0]} and {sizes[name][1]} ({model.path}), got {lora.rank}: an adapter of a "
-                "larger rank has more parameters than the weight. Lower it."
+                f"lora.rank must be at most {smallest} for {name}, whose weight has the sizes "
+                f"{sizes} ({model.path}), got {lora.rank}: an adapter of a larger rank has more "
+                "parameters than the weight. Lower it."
             )
             return
-    dense = set(range(args.n_layers))
-    if args.moe_enabled:
-        dense = set(args.dense_layers)
-    in_feed_forward = {name for name in lora.target_modules if TARGETS[name].startswith("feed_")}
-    if in_feed_forward and not dense:
-        yield (
-            f"lora.target_modules must not name {', '.join(sorted(in_feed_forward))} for a model whose "
-            f"every layer has experts ({model.path}): the experts of a layer are one tensor and not linear "
-            "layers, and get no adapters. Name layers of attention."
-        )
-    has_attention = len(in_feed_forward) < len(lora.target_modules)
     if config.parallelism.pipeline_parallel_degree > 1:
-        yield from _stage_problems(config, args.n_layers, dense, has_attention)
+        adapted = set[int]().union(*(holders[name] for name in lora.target_modules))
+        yield from _stage_problems(config, args.n_layers, adapted)
 
 
-def _stage_problems(
-    config: JobConfig, num_layers: int, dense: set[int], has_attention: bool
-) -> Iterator[str]:
+def _stage_problems(config: JobConfig, num_layers: int, adapted: set[int]) -> Iterator[str]:
     try:
         stages = stage_modules(config.parallelism, num_layers)
     except ValueError:
         return  # the check of the layout tells it
     for number, modules in enumerate(stages):
         layers = {int(m.removeprefix("layers.")) for m in modules if m.startswith("layers.")}
-        if not (layers if has_attention else layers & dense):
+        if not layers & adapted:
             yield (
                 "Each pipeline stage must hold a layer with adapters if lora.rank is above 0, and "
                 f"stage {number} has {', '.join(modules)} alone, so that it would have nothing to "

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from torchtitan.grpo.models.families import family_of
+
 
 class SequenceCost(Protocol):
     def __call__(self, num_tokens: int, num_before: int = 0) -> float:
@@ -35,37 +37,37 @@ def token_cost(num_tokens: int, num_before: int = 0) -> float:
 class FlopsCost:
     """FLOPs of one forward and backward pass over all layers.
 
-    ``per_token`` are those of products with weights, ``per_pair`` those of a query and a key.
+    ``per_token`` are those of products with weights, ``per_pair`` those of a query and a key that it sees
+    in layers without a window, and ``windows`` those in layers with one: its tokens, and the FLOPs.
     """
 
     per_token: float
     per_pair: float
+    windows: tuple[tuple[int, float], ...] = ()
 
     def __call__(self, num_tokens: int, num_before: int = 0) -> float:
         pairs = num_tokens * (num_tokens + 1) / 2 + num_tokens * num_before
-        return self.per_token * num_tokens + self.per_pair * pairs
+        cost = self.per_token * num_tokens + self.per_pair * pairs
+        for window, per_pair in self.windows:
+            cost += per_pair * (pairs - _beyond(window, num_before, num_before + num_tokens))
+        return cost
+
+
+def _beyond(window: int, begin: int, end: int) -> float:
+    """Pairs of the queries in [begin, end) whose key lies before the window."""
+    first, last = max(begin - window, 0), max(end - window, 0)
+    return (last * (last + 1) - first * (first + 1)) / 2
 
 
 def flops_cost(config: Mapping[str, Any]) -> FlopsCost:
-    """Takes the ``config.json`` of a Llama or Qwen3 model; counts the experts that a token uses."""
-    dim, num_layers = config["hidden_size"], config["num_hidden_layers"]
-    num_heads = config["num_attention_heads"]
-    head_dim = config.get("head_dim") or dim // num_heads
-    heads = num_heads * head_dim
-    kv_heads = (config.get("num_key_value_heads") or num_heads) * head_dim
-    attention = dim * (2 * heads + 2 * kv_heads)
-    weights = num_layers * (attention + _feed_forward(config, dim)) + dim * config["vocab_size"]
-    # A multiplication is one operation and the addition of its result another. For each pair of
-    # tokens attention multiplies once for the scores and once for the values.
-    return FlopsCost(
-        per_token=_TRAINING * 2.0 * weights, per_pair=_TRAINING * 4.0 * num_layers * heads
-    )
-
-
-def _feed_forward(config: Mapping[str, Any], dim: int) -> int:
-    # transformers 5 writes `num_local_experts`, and version 4 `num_experts`.
-    num_experts = config.get("num_local_experts") or config.get("num_experts")
-    if not num_experts:
-        return 3 * dim * config["intermediate_size"]
-    active = config["num_experts_per_tok"]
-    return dim * num_experts + active * 3 * dim * config["moe_intermediate_size"]
+    """Takes a ``config.json``; counts the experts that a token uses."""
+    layers = family_of(config).layers(config)
+    weights = sum(layer.products for layer in layers) + config["hidden_size"] * config["vocab_size"]
+    pairs = dict[int | None, int]()
+    for layer in layers:
+        row = layer.attention
+        pairs[row.window] = pairs.get(row.window, 0) + row.pair_products
+    # A multiplication is one operation and the addition of its result another.
+    each = _TRAINING * 2.0
+    windows = [(window, each * number) for window, number in pairs.items() if window is not None]
+    return FlopsCost(each * weights, each * pairs.get(None, 0), tuple(windows))

@@ -3,15 +3,22 @@
 
 """The model families: one row for each architecture in ``config.json``.
 
-All are decoders of pre-norm blocks with rotary attention and a gated feed-forward: upstream's
-Qwen3 model with parts switched on or off. See `docs/how-to/add-a-model-family.md`.
+A family chooses the blocks of each layer (`blocks/rows.py`). Torch is not imported.
+See `docs/how-to/add-a-model-family.md`.
 """
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torchtitan.grpo.models.decoder import DecoderArgs, read_rotary
-from torchtitan.grpo.upstream.models import MoEArgs
+from torchtitan.grpo.models.blocks.rows import (
+    FeedForward,
+    GatedFeedForward,
+    GroupedAttention,
+    Layer,
+    Layers,
+    RoutedExperts,
+)
 
 # Values that all families need. A key that config.json lacks is accepted.
 _REFUSED_OTHERWISE: dict[str, tuple[Any, ...]] = {
@@ -27,6 +34,37 @@ class Family:
     qkv_bias: bool = False
     has_experts: bool = False
 
+    def layers(self, config: Mapping[str, Any]) -> Layers:
+        """Takes a ``config.json``; raises KeyError if a size is missing."""
+        attention = self._attention(config)
+        return Layers.of([Layer(attention, part) for part in self._feed_forwards(config)])
+
+    def _attention(self, config: Mapping[str, Any]) -> GroupedAttention:
+        num_heads, dim = config["num_attention_heads"], config["hidden_size"]
+        return GroupedAttention(
+            dim=dim,
+            num_heads=num_heads,
+            num_kv_heads=config.get("num_key_value_heads") or num_heads,
+            head_dim=config.get("head_dim") or dim // num_heads,
+            has_qk_norm=self.qk_norm,
+            has_bias=self.qkv_bias,
+        )
+
+    def _feed_forwards(self, config: Mapping[str, Any]) -> Iterator[FeedForward]:
+        every, listed = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
+        for number in range(config["num_hidden_layers"]):
+            if not self.has_experts or number in listed or (number + 1) % every:
+                yield GatedFeedForward(config["hidden_size"], config["intermediate_size"])
+                continue
+            yield RoutedExperts(
+                dim=config["hidden_size"],
+                expert_hidden=config["moe_intermediate_size"],
+                # transformers 5 writes `num_local_experts`; version 4 wrote `num_experts`.
+                num_experts=config.get("num_local_experts") or config["num_experts"],
+                top_k=config["num_experts_per_tok"],
+                normalizes=config.get("norm_topk_prob", False),
+            )
+
 
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(),
@@ -37,6 +75,12 @@ FAMILIES: dict[str, Family] = {
 }
 
 
+def family_of(config: Mapping[str, Any]) -> Family:
+    """Returns the family of a ``config.json``; that of Llama if it names none that is known."""
+    named = config.get("architectures") or [""]
+    return FAMILIES.get(named[0], FAMILIES["LlamaForCausalLM"])
+
+
 def refusals(config: dict[str, Any]) -> list[str]:
     """Returns a sentence for each setting of a ``config.json`` that no family's model computes."""
     return [
@@ -44,50 +88,3 @@ def refusals(config: dict[str, Any]) -> list[str]:
         for key, allowed in _REFUSED_OTHERWISE.items()
         if key in config and config[key] not in allowed
     ]
-
-
-def decoder_args(family: Family, config: dict[str, Any]) -> DecoderArgs:
-    """Raises KeyError if a size is missing, ValueError if the rotary embedding is not supported."""
-    num_heads = config["num_attention_heads"]
-    head_dim = config.get("head_dim") or config["hidden_size"] // num_heads
-    args = DecoderArgs(
-        dim=config["hidden_size"],
-        n_layers=config["num_hidden_layers"],
-        n_heads=num_heads,
-        n_kv_heads=config.get("num_key_value_heads") or num_heads,
-        vocab_size=config["vocab_size"],
-        head_dim=head_dim,
-        hidden_dim=config["intermediate_size"],
-        norm_eps=config["rms_norm_eps"],
-        qk_norm=family.qk_norm,
-        qkv_bias=family.qkv_bias,
-        rotary=read_rotary(config, head_dim),
-        max_seq_len=config["max_position_embeddings"],
-        attn_type="flex",
-        enable_weight_tying=config.get("tie_word_embeddings", False),
-    )
-    if family.has_experts:
-        _add_experts(args, config)
-    return args
-
-
-def _add_experts(args: DecoderArgs, config: dict[str, Any]) -> None:
-    every = config.get("decoder_sparse_step", 1)
-    listed = set(config.get("mlp_only_layers") or [])
-    dense = [i for i in range(args.n_layers) if i in listed or (i + 1) % every]
-    if len(dense) == args.n_layers:
-        return  # no layer has experts
-    args.dense_layers = tuple(dense)
-    args.moe_enabled = True
-    args.moe_inter_dim = config["moe_intermediate_size"]
-    args.moe_args = MoEArgs(
-        # transformers 5 writes `num_local_experts`; version 4 wrote `num_experts`.
-        num_experts=config.get("num_local_experts") or config["num_experts"],
-        num_shared_experts=0,
-        top_k=config["num_experts_per_tok"],
-        score_func="softmax",
-        route_norm=config.get("norm_topk_prob", False),
-        score_before_experts=False,
-        # A load-balancing bias would route differently from the server, which has none.
-        load_balance_coeff=None,
-    )

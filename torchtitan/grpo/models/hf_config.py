@@ -1,24 +1,24 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Reads a Hugging Face directory's ``config.json`` into torchtitan's model arguments.
+"""Reads a Hugging Face directory's ``config.json`` into the arguments of a model.
 
-Variants that upstream's model code does not implement are refused: what they compute would show
+Variants that no block computes are refused: what they compute would show
 only as a mismatch between the trainer's and the sampling-time logprobs.
 """
 
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
 from torchtitan.grpo.config.job_config import JobConfig
-from torchtitan.grpo.models.decoder import DecoderArgs
-from torchtitan.grpo.models.families import FAMILIES, decoder_args, refusals
+from torchtitan.grpo.models.decoder import DecoderArgs, decoder_args
+from torchtitan.grpo.models.families import FAMILIES, refusals
 from torchtitan.grpo.weight_wire.model_folder import (
     ModelError,
     attention_window,
@@ -158,27 +158,25 @@ def _shown(value: Any) -> str:
     return "nothing" if value is None else f"{value!r:.80}"
 
 
-# No weight depends on the longest sequence. Upstream's base of the rotary embedding is not read,
-# and its frequencies follow from base and scaling.
+# No weight depends on the longest sequence, and frequencies follow from base and scaling.
 _IRRELEVANT = frozenset(
-    {"max_seq_len", "rope_theta", "rotary.frequencies", "rotary.attention_factor"}
+    {"max_seq_len", "layers", "rotary", "rotary.frequencies", "rotary.attention_factor"}
 )
-# Names in `config.json` of torchtitan's arguments, where they differ.
+# Names in `config.json` of arguments, and of sizes of blocks.
 _NAME_IN_CONFIG = {
     "dim": "hidden_size",
-    "n_layers": "num_hidden_layers",
-    "n_heads": "num_attention_heads",
-    "n_kv_heads": "num_key_value_heads",
-    "hidden_dim": "intermediate_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "hidden": "intermediate_size",
+    "expert_hidden": "moe_intermediate_size",
+    "window": "sliding_window",
     "norm_eps": "rms_norm_eps",
     "enable_weight_tying": "tie_word_embeddings",
-    "moe_inter_dim": "moe_intermediate_size",
-    "moe_args.top_k": "num_experts_per_tok",
-    "moe_args.num_experts": "num_experts",
-    "moe_args.route_norm": "norm_topk_prob",
+    "top_k": "num_experts_per_tok",
+    "normalizes": "norm_topk_prob",
     "rotary.theta": "rope_theta",
     "rotary.scaling": "rope_scaling",
-    "dense_layers": "mlp_only_layers",
 }
 
 
@@ -220,19 +218,26 @@ def _differences(policy: HFModel, reference: HFModel) -> Iterator[str]:
     if policy.window != reference.window:
         yield f"sliding_window {reference.window} instead of {policy.window}"
     wanted, found = _arguments(policy.model_args), _arguments(reference.model_args)
-    for name, value in wanted.items():
-        if found[name] != value:
-            yield f"{_NAME_IN_CONFIG.get(name, name)} {found[name]} instead of {value}"
+    told = set[str]()
+    for (name, number), value in wanted.items():
+        other = found.get((name, number))
+        if other != value and name not in told and (number is None or "num_layers" not in told):
+            told.add(name)
+            yield f"{_NAME_IN_CONFIG.get(name, name)} {other} instead of {value}"
 
 
-def _arguments(model_args: Any, prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for field in fields(model_args):
-        value = getattr(model_args, field.name)
-        if is_dataclass(value):
-            found |= _arguments(value, f"{prefix}{field.name}.")
-        elif prefix + field.name not in _IRRELEVANT:
-            found[prefix + field.name] = value
+def _arguments(args: DecoderArgs) -> dict[tuple[str, int | None], Any]:
+    """Returns arguments, and the sizes of each layer's blocks, by name and number of the layer."""
+    found: dict[tuple[str, int | None], Any] = {("num_layers", None): args.n_layers}
+    for prefix, row in (("", args), ("rotary.", args.rotary)):
+        for field in fields(row):
+            name = prefix + field.name
+            if name not in _IRRELEVANT:
+                found[name, None] = getattr(row, field.name)
+    for number, layer in enumerate(args.layers):
+        for block in (layer.attention, layer.feed_forward):
+            for field in fields(block):
+                found[field.name, number] = getattr(block, field.name)
     return found
 
 

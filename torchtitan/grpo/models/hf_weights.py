@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Copies weights between a Hugging Face directory and a sharded torchtitan model.
+"""Copies weights between a Hugging Face directory and a sharded model.
 
 The family's state-dict adapter converts one whole parameter at a time, in every layout.
 """
@@ -25,7 +25,7 @@ from torchtitan.grpo.system.dtypes import TORCH_DTYPE_MAP
 from torchtitan.grpo.system.files import sums_of, write_sums
 from torchtitan.grpo.upstream.state_dict import BaseStateDictAdapter
 from torchtitan.grpo.weight_wire.adapter_names import is_adapter
-from torchtitan.grpo.weight_wire.model_files import EMBEDDING, INDEX_FILE, OUTPUT, WeightFiles
+from torchtitan.grpo.weight_wire.model_files import EMBEDDING, INDEX_FILE, WeightFiles
 from torchtitan.grpo.weight_wire.model_folder import (
     SUMS_FILE,
     ModelError,
@@ -59,15 +59,6 @@ def keeps_bytes(adapter: BaseStateDictAdapter, name: str, shape: Sequence[int]) 
     return end == native.numel()
 
 
-def _from_hf(adapter: BaseStateDictAdapter, name: str, hf: dict[str, torch.Tensor]) -> torch.Tensor:
-    model_args = getattr(adapter, "model_args", None)
-    if getattr(model_args, "enable_weight_tying", False):
-        # With tied embeddings the adapter expects both names of the shared weight in each call.
-        hf.setdefault(OUTPUT, torch.empty(0))
-        hf.setdefault(EMBEDDING, torch.empty(0))
-    return adapter.from_hf(hf)[name]
-
-
 def load_hf_weights(
     model_parts: list[nn.Module],
     adapter: BaseStateDictAdapter,
@@ -95,7 +86,7 @@ def load_hf_weights(
             for key, tensor in hf.items():
                 _refuse_values(key, tensor, f"{files.stored(key).file} ({setting})")
             # Each rank reads the whole tensor, so that nothing needs to be sent.
-            whole = _from_hf(adapter, name, hf)
+            whole = adapter.from_hf(hf)[name]
             local = local_tensor(parameter)
             if local.numel():
                 local.copy_(local_block(parameter).of(whole))

@@ -29,6 +29,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from torchtitan.grpo.config import LoRA
 from torchtitan.grpo.models.collect import Collector, agree_on_assembly
+from torchtitan.grpo.models.decoder import blocks_of
 from torchtitan.grpo.models.shards import local_block, local_tensor, named_parameters
 from torchtitan.grpo.models.weight_grads import DeferredLinear
 from torchtitan.grpo.system.dtypes import TORCH_DTYPE_MAP
@@ -36,7 +37,6 @@ from torchtitan.grpo.upstream.state_dict import BaseStateDictAdapter
 from torchtitan.grpo.weight_wire.adapter_names import (
     FACTORS,
     PEFT_PREFIX,
-    TARGETS,
     factor_of,
     is_adapter,
     module_of,
@@ -74,19 +74,10 @@ def add_adapters(model: nn.Module, lora: LoRA, dtype: torch.dtype) -> None:
     """
     base_dtype = dtype if lora.base_dtype == "training" else TORCH_DTYPE_MAP[lora.base_dtype]
     _freeze(model, base_dtype)
-    blocks: list[Any] = list(model.layers.values())  # pyright: ignore
-    for block in blocks:
-        for name in lora.target_modules:
-            linear = _target(block, name)
-            if linear is not None:
-                _adapt(linear, lora, dtype)
-
-
-def _target(block: nn.Module, name: str) -> nn.Linear | None:
-    """Returns the layer that a name stands for; None if experts are in its place."""
-    parent_name, _, last = TARGETS[name].partition(".")
-    parent = getattr(block, parent_name, None)
-    return None if parent is None else getattr(parent, last)
+    for block in blocks_of(model):
+        for part in block.row.parts:
+            if part.is_target and part.target in lora.target_modules:
+                _adapt(block.get_submodule(part.name), lora, dtype)
 
 
 def _freeze(model: nn.Module, dtype: torch.dtype) -> None:

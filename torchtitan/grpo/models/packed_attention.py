@@ -5,8 +5,8 @@
 
 Each token has a ``reach``, the place in its row behind the last token that sees it: a query at q
 sees the key at k if ``k <= q < reach[k]`` (`data/shared_context.py`). Upstream's document masks find
-borders by the EOS token, which truncated rollouts lack. Upstream's models pass any mask on to
-``attention.inner_attention``, so it suffices to replace that module.
+borders by the EOS token, which truncated rollouts lack. In a layer with a window, the query also needs
+to be fewer than ``window`` positions behind the key in its sequence.
 
 Context parallelism exchanges heads by all-to-all (DeepSpeed Ulysses,
 https://arxiv.org/abs/2309.14509): each rank holds a part of the sequence outside attention, and
@@ -16,7 +16,8 @@ the whole sequence of some heads inside. Both gloo and NCCL support the exchange
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 import torch
@@ -24,7 +25,6 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed import _functional_collectives as funcol
-from torch.distributed.tensor import DTensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from torchtitan.grpo.models.tree_attention import (
@@ -47,23 +47,29 @@ _BORDERS_MULTIPLE = 8
 _COMPILED_SEQUENCE_TOKENS, _COMPILED_MIN_BORDERS = 128, 64
 
 
-class DenseMask(BlockMask):
-    """A dense mask, [rows, 1, seq, seq] bool, that passes upstream's check of its class."""
+@dataclass(frozen=True)
+class DenseMask:
+    """A dense mask, [rows, 1, seq, seq] bool."""
 
-    def __init__(self, dense: torch.Tensor) -> None:
-        self.dense = dense
+    dense: torch.Tensor
 
 
-class SpanBorders(BlockMask):
-    """The borders of spans, in a class that passes upstream's check.
+@dataclass(frozen=True)
+class SpanBorders:
+    """The borders of spans, for a kernel of sequences of several lengths.
 
     ``borders`` [n] int32 are the begins of the spans of all rows, laid end to end, and then the
     number of tokens, once or more. ``longest`` is at least the length of each span. ``shared``
-    are the contexts that several sequences see; None without any.
+    are the contexts that several sequences see; None without any. ``window`` is as in :func:`packed_mask`.
     """
 
-    def __init__(self, borders: torch.Tensor, longest: int, shared: Levels | None) -> None:
-        self.borders, self.longest, self.shared = borders, longest, shared
+    borders: torch.Tensor
+    longest: int
+    shared: Levels | None
+    window: int | None = None
+
+
+Mask = DenseMask | SpanBorders | BlockMask
 
 
 class HostReach:
@@ -98,30 +104,19 @@ class PackedAttention(nn.Module):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        *,
-        block_mask: BlockMask,
+        mask: Mask,
         scale: float | None = None,
-        enable_gqa: bool = False,
     ) -> torch.Tensor:
         """Takes q [rows, heads, seq, head_dim]; k and v have ``kv_heads`` in place of heads."""
-        group, whole = self.context_group, q
-        if isinstance(q, DTensor):
-            assert isinstance(k, DTensor) and isinstance(v, DTensor)
-            q, k, v = q.to_local(), k.to_local(), v.to_local()
-        if group is not None:
-            k, v = (shareable_kv_heads(t, group.size()) for t in (k, v))
-            q, k, v = (scatter_heads(t, group) for t in (q, k, v))
-        out = self._attend(q, k, v, block_mask, scale)
-        if group is not None:
-            out = gather_heads(out, group)
-        if isinstance(whole, DTensor):
-            return DTensor.from_local(out, whole.device_mesh, whole.placements, run_check=False)
-        return out
+        group = self.context_group
+        if group is None:
+            return self._attend(q, k, v, mask, scale)
+        k, v = (shareable_kv_heads(t, group.size()) for t in (k, v))
+        q, k, v = (scatter_heads(t, group) for t in (q, k, v))
+        return gather_heads(self._attend(q, k, v, mask, scale), group)
 
 
-_Attend = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, BlockMask, float | None], torch.Tensor
-]
+_Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Mask, float | None], torch.Tensor]
 
 
 def _attend_with(kind: PackedAttentionKind) -> _Attend:
@@ -129,11 +124,11 @@ def _attend_with(kind: PackedAttentionKind) -> _Attend:
         return _attend_densely
     if kind == "flex":
         return functools.partial(_attend_in_blocks, _compiled_flex_attention())
-    return functools.partial(_attend_by_length, _causal_varlen_attn())
+    return functools.partial(_attend_by_length, _varlen_attn())
 
 
 def _attend_densely(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: BlockMask, scale: float | None
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, scale: float | None
 ) -> torch.Tensor:
     assert isinstance(mask, DenseMask)
     if q.is_cuda:
@@ -156,9 +151,10 @@ def _attend_in_blocks(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    mask: BlockMask,
+    mask: Mask,
     scale: float | None,
 ) -> torch.Tensor:
+    assert isinstance(mask, BlockMask)
     grouped = q.shape[1] != k.shape[1]
     return flex(q, k, v, block_mask=mask, scale=scale, enable_gqa=grouped)
 
@@ -185,16 +181,19 @@ def _attend_by_length(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    mask: BlockMask,
+    mask: Mask,
     scale: float | None,
 ) -> torch.Tensor:
     assert isinstance(mask, SpanBorders)
     rows, _, seq, _ = q.shape
-    # Views of upstream's tensors, which it has made in this order.
+    # Views of the projections' tensors, which have this order.
     q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))
     borders, longest, shared = mask.borders, mask.longest, mask.shared
     if shared is None:
-        out = varlen(q, k, v, borders, borders, longest, longest, scale=scale)
+        left = -1 if mask.window is None else mask.window - 1
+        out = varlen(
+            q, k, v, borders, borders, longest, longest, scale=scale, window_size=(left, 0)
+        )
     else:
         tensors = [tensor for level in shared.levels for tensor in level]
         out, _ = attend_to_tree(q, k, v, borders, longest, tensors, shared.sizes, scale)
@@ -202,11 +201,10 @@ def _attend_by_length(
 
 
 @functools.cache
-def _causal_varlen_attn() -> Callable[..., torch.Tensor]:
+def _varlen_attn() -> Callable[..., torch.Tensor]:
     from torch.nn.attention.varlen import varlen_attn
 
-    arguments: dict[str, Any] = {"window_size": (-1, 0)} | GROUPED_HEADS
-    return functools.partial(varlen_attn, **arguments)  # pyright: ignore[reportReturnType]
+    return functools.partial(varlen_attn, **GROUPED_HEADS)  # pyright: ignore[reportReturnType]
 
 
 def flex_pays(seq_len: int) -> bool:
@@ -221,7 +219,9 @@ def packed_mask(
     *,
     compiled: bool = False,
     may_share: bool = True,
-) -> BlockMask:
+    window: int | None = None,
+    positions: torch.Tensor | None = None,
+) -> Mask:
     """Returns the mask of packed rows, in which a query sees its sequence up to itself.
 
     Args:
@@ -230,17 +230,28 @@ def packed_mask(
         host: The same numbers, without which the host waits for the device.
         compiled: Whether to keep sizes fixed, because others would compile blocks anew.
         may_share: Whether other rows may have shared contexts, for which compiled blocks must be ready.
+        window: How many tokens of its sequence a query sees at most, its own included; None for all.
+        positions: [rows, seq] int, of each token in its sequence, which a window needs.
     """
     rows, seq = reach.shape
     if kind == "varlen":
-        return _span_borders(reach, host or HostReach(reach.cpu()), compiled, may_share)
+        borders = _span_borders(reach, host or HostReach(reach.cpu()), compiled, may_share)
+        assert window is None or borders.shared is None, "levels of contexts have no window"
+        return replace(borders, window=window)
+    assert window is None or positions is not None, "a window counts positions"
     if kind == "sdpa":
         places = torch.arange(seq, device=reach.device)
         is_past = places[None, :] <= places[:, None]
-        return DenseMask(is_past & (places[:, None] < reach[:, None, None, :]))
+        dense = is_past & (places[:, None] < reach[:, None, None, :])
+        if window is not None and positions is not None:
+            dense &= positions[:, None, :, None] - positions[:, None, None, :] < window
+        return DenseMask(dense)
 
     def sees(b, h, q_idx, kv_idx):
-        return (q_idx >= kv_idx) & (q_idx < reach[b, kv_idx])
+        causal = (q_idx >= kv_idx) & (q_idx < reach[b, kv_idx])
+        if window is None or positions is None:
+            return causal
+        return causal & (positions[b, q_idx] - positions[b, kv_idx] < window)
 
     return _compiled_create_block_mask()(sees, rows, None, seq, seq, device=reach.device)
 

@@ -3,7 +3,7 @@
 
 """The model for packed rows; it returns log-probabilities of labels, or values, instead of logits."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -15,12 +15,12 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.nn.attention.flex_attention import BlockMask
 
 from torchtitan.grpo.losses.linear_logprobs import packed_linear_logprobs
-from torchtitan.grpo.models.decoder import Decoder, embeds_tokens
+from torchtitan.grpo.models.decoder import Decoder, DecoderArgs, embeds_tokens
 from torchtitan.grpo.models.packed_attention import (
     HostReach,
+    Mask,
     PackedAttention,
     PackedAttentionKind,
     context_part,
@@ -141,7 +141,7 @@ class ValueHead(TokenHead):
 class LogprobHead(TokenHead):
     """Maps hidden states to (log-probability, entropy), as the last layer of a model.
 
-    Its ``weight`` [vocab, dim] is named as in an ``nn.Linear``, for state dicts and upstream's
+    Its ``weight`` [vocab, dim] is named as in an ``nn.Linear``, for state dicts and tensor
     parallelism. Under tensor parallelism the weight is sharded by vocabulary, and hidden states and
     result are replicated. No logits are sent between ranks.
     """
@@ -228,38 +228,43 @@ def replace_output(model: nn.Module, settings: ScoringSettings) -> None:
     model.output = ValueHead(output) if has_values else LogprobHead(output, settings)
 
 
-class PackedModel(nn.Module):
+class PackedModel(Decoder):
     context_group: dist.ProcessGroup | None = None
 
-    def __init__(self, model_args, settings: ScoringSettings) -> None:
-        super().__init__(model_args)
+    def __init__(self, model_args: DecoderArgs, settings: ScoringSettings) -> None:
+        super().__init__(model_args, settings.attention)
         self.settings = settings
-        for block in self.layers.values():  # pyright: ignore
-            block.attention.inner_attention = PackedAttention(settings.attention)  # pyright: ignore
         replace_output(self, settings)
 
     def split_context(self, group: dist.ProcessGroup) -> None:
         self.context_group = group
         for module in self.modules():
             if isinstance(module, PackedAttention):
-                module.context_group = group  # pyright: ignore[reportArgumentType]
+                module.context_group = group
 
-    def attention_mask(
+    def attention_masks(
         self,
         *,
         reach: torch.Tensor,
+        positions: torch.Tensor,
         host_reach: HostReach | None = None,
         **_: Any,
-    ) -> BlockMask | None:
-        """Returns the mask of rows from :meth:`forward`'s keyword arguments."""
-        settings = self.settings
-        return packed_mask(
-            reach,
-            settings.attention,
-            host_reach,
-            compiled=settings.compiled,
-            may_share=settings.shares_contexts,
-        )
+    ) -> Sequence[Mask]:
+        """Returns the masks of the kinds of layers from :meth:`forward`'s keyword arguments."""
+        settings, masks = self.settings, dict[int | None, Mask]()
+        windows = [kind.attention.window for kind in self.model_args.layers.kinds]
+        for window in windows:
+            if window not in masks:
+                masks[window] = packed_mask(
+                    reach,
+                    settings.attention,
+                    host_reach,
+                    compiled=settings.compiled,
+                    may_share=settings.shares_contexts,
+                    window=window,
+                    positions=positions,
+                )
+        return [masks[window] for window in windows]
 
     def forward(
         self,
@@ -282,17 +287,13 @@ class PackedModel(nn.Module):
         group = self.context_group
         if embeds_tokens(self):
             tokens = context_part(tokens, group)
-        mask = self.attention_mask(reach=reach, host_reach=host_reach)
-        inputs = {"attention_masks": mask, "positions": context_part(positions, group)}
+        masks = self.attention_masks(reach=reach, positions=positions, host_reach=host_reach)
+        inputs = (tokens, context_part(positions, group), masks)
         head: Any = self.output
         if not isinstance(head, TokenHead):
-            return super().forward(tokens, **inputs)  # pyright: ignore
+            return self.decode(*inputs)
         where = scored.positions(lambda mask: context_part(mask, group)) if scored else None
         if other_ids is not None:
             other_ids = context_part(other_ids, group)
         with head.labeled(context_part(labels, group), where, other_ids):
-            return gather_sequence(super().forward(tokens, **inputs), group)  # pyright: ignore
-
-
-class PackedDecoder(PackedModel, Decoder):
-    pass
+            return gather_sequence(self.decode(*inputs), group)

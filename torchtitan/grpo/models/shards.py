@@ -15,9 +15,15 @@ from dataclasses import dataclass
 import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Placement, Replicate, Shard, _StridedShard
+from torch.distributed.tensor.placement_types import (
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    _StridedShard,
+)
 
-# Modules of torchtitan's decoders, in order; a pipeline stage holds a contiguous part of them.
+# Modules of a decoder, in order; a pipeline stage holds a contiguous part of them.
 _TOP_LEVEL = ("tok_embeddings", "layers", "norm", "output")
 
 
@@ -94,6 +100,18 @@ def local_tensor(parameter: torch.Tensor) -> torch.Tensor:
     """Returns this rank's elements of a parameter; they share its memory."""
     tensor = parameter.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def local_part(parameter: torch.Tensor) -> torch.Tensor:
+    """Returns this rank's elements; the gradient is that of these elements."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def summed_part(parameter: torch.Tensor) -> torch.Tensor:
+    """Returns a parameter that each rank of its mesh holds whole; gradients are summed over them."""
+    if not isinstance(parameter, DTensor):
+        return parameter
+    return parameter.to_local(grad_placements=[Partial()] * parameter.device_mesh.ndim)
 
 
 def divided_like(weight: torch.Tensor, local: torch.Tensor) -> torch.Tensor:

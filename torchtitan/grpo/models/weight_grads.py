@@ -22,8 +22,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
+from torchtitan.grpo.models.blocks.experts import GroupedExperts, multiply_groups
 from torchtitan.grpo.models.shards import divided_like, local_tensor
-from torchtitan.grpo.upstream.models import GroupedExperts, indices_padding_wrapper
 
 Key = tuple[int, int]
 """Stage and microbatch of a backward pass."""
@@ -193,80 +193,31 @@ def defer_linears(model: nn.Module, store: WeightGradients) -> None:
 class DeferredExperts(GroupedExperts):
     store: WeightGradients
 
-    def forward(self, x: torch.Tensor, num_tokens_per_expert: torch.Tensor) -> torch.Tensor:
-        is_trained = torch.is_grad_enabled() and x.requires_grad and self.w1.requires_grad
+    def product(self, x: torch.Tensor, weight: nn.Parameter, counts: Any) -> torch.Tensor:
+        is_trained = torch.is_grad_enabled() and x.requires_grad and weight.requires_grad
         if not (is_trained and self.store.is_catching):
-            return super().forward(x, num_tokens_per_expert)
-        if not self.use_grouped_mm:
-            return self._run_in_a_loop(x, num_tokens_per_expert.tolist())
-        # Expert parallelism pads the groups itself.
-        names = self.w1.device_mesh.mesh_dim_names if isinstance(self.w1, DTensor) else ()
-        pads = "ep" not in (names or ())
-        run = indices_padding_wrapper(self._run_grouped) if pads else self._run_grouped
-        w1, w2, w3 = (local_tensor(weight) for weight in (self.w1, self.w2, self.w3))
-        return run(w1, w2, w3, x, num_tokens_per_expert)
+            return super().product(x, weight, counts)
+        experts = local_tensor(weight)
 
-    def _run_in_a_loop(self, x: torch.Tensor, counts: list[int]) -> torch.Tensor:
-        num_tokens = sum(counts)
-
-        def product(input: torch.Tensor, weight: nn.Parameter) -> torch.Tensor:
-            experts = local_tensor(weight).transpose(-2, -1)
-
-            def multiply_all(tapped: torch.Tensor) -> torch.Tensor:
-                parts = zip(tapped.split(counts), experts, strict=True)
-                return torch.cat([tokens.matmul(expert) for tokens, expert in parts])
-
-            def gradient(output_grad: torch.Tensor, tapped: torch.Tensor) -> torch.Tensor:
-                parts = zip(output_grad.split(counts), tapped.split(counts), strict=True)
-                # The operands and their order are autograd's, for the same bits.
-                return torch.stack([tokens.t().mm(grad).t() for grad, tokens in parts])
-
-            return self._deferred(multiply_all, input, weight, gradient)
-
-        tokens = x[:num_tokens]
-        pairs = zip(*(product(tokens, w).split(counts) for w in (self.w1, self.w3)), strict=True)
-        # One expert at a time, as upstream does it: a CPU rounds the end of a tensor differently.
-        out = product(torch.cat([F.silu(gate) * up for gate, up in pairs]), self.w2)
-        # Expert parallelism pads the tokens, which a loop does not need.
-        return torch.vstack((out, out.new_zeros(len(x) - num_tokens, out.shape[-1])))
-
-    def _run_grouped(
-        self,
-        _w1: torch.Tensor,
-        _w2: torch.Tensor,
-        _w3: torch.Tensor,
-        x: torch.Tensor,
-        num_tokens_per_expert: torch.Tensor,
-    ) -> torch.Tensor:
-        ends = torch.cumsum(num_tokens_per_expert, dim=0, dtype=torch.int32)
-
-        def product(input: torch.Tensor, weight: nn.Parameter) -> torch.Tensor:
-            experts = local_tensor(weight).bfloat16().transpose(-2, -1)
-
-            def gradient(output_grad: torch.Tensor, tapped: torch.Tensor) -> torch.Tensor:
-                return torch._grouped_mm(output_grad.transpose(-2, -1), tapped, offs=ends)
-
-            return self._deferred(
-                lambda tapped: torch._grouped_mm(tapped, experts, offs=ends),
-                input.bfloat16(),
-                weight,
-                gradient,
-            )
-
-        hidden = F.silu(product(x, self.w1)) * product(x, self.w3)
-        return product(hidden, self.w2).type_as(x)
-
-    def _deferred(
-        self,
-        product: Callable[[torch.Tensor], torch.Tensor],
-        input: torch.Tensor,
-        weight: nn.Parameter,
-        gradient: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-    ) -> torch.Tensor:
         def multiply(output_grad: torch.Tensor, tapped: torch.Tensor) -> torch.Tensor:
-            return divided_like(weight, gradient(output_grad, tapped).to(weight.dtype))
+            gradient = _gradients_of_groups(output_grad, tapped, counts).to(weight.dtype)
+            return divided_like(weight, gradient)
 
-        return deferred(product, input, partial(self.store.put, weight, multiply=multiply))
+        return deferred(
+            lambda tapped: multiply_groups(tapped, experts, counts),
+            x.bfloat16() if isinstance(counts, torch.Tensor) else x,
+            partial(self.store.put, weight, multiply=multiply),
+        )
+
+
+def _gradients_of_groups(
+    output_grad: torch.Tensor, input: torch.Tensor, counts: Any
+) -> torch.Tensor:
+    """Computes [experts, out, in] of :func:`multiply_groups`, with autograd's operands and order."""
+    if isinstance(counts, torch.Tensor):
+        return torch._grouped_mm(output_grad.transpose(-2, -1), input, offs=counts)
+    parts = zip(output_grad.split(counts), input.split(counts), strict=True)
+    return torch.stack([rows.t().mm(grad).t() for grad, rows in parts])
 
 
 def defer_experts(model: nn.Module, store: WeightGradients) -> None:

@@ -15,7 +15,7 @@ from torch.distributed.pipelining import PipelineStage
 from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.models.decoder import hold_output_embedding, is_tied
 from torchtitan.grpo.models.helix import AttentionPart, HelixPart, helix_part
-from torchtitan.grpo.models.packed_model import PackedDecoder
+from torchtitan.grpo.models.packed_model import PackedModel
 from torchtitan.grpo.models.parallelize import parallelize
 from torchtitan.grpo.models.split_compile import SplitBackend
 from torchtitan.grpo.models.weight_grads import WeightGradients, defer_experts, defer_linears
@@ -106,7 +106,7 @@ def _split_layers(
     model: nn.Module, dims: ParallelDims, config: JobConfig, device: torch.device
 ) -> tuple[list[LeanStage], list[nn.Module]]:
     """Returns this rank's parts with weights, which their schedule recomputes without checkpoints."""
-    assert isinstance(model, PackedDecoder)
+    assert isinstance(model, PackedModel)
     mesh = dims.get_mesh("pp")
     stages = stage_modules(config.parallelism, len(model.layers))
     ranks = stage_ranks(config.parallelism, len(stages))

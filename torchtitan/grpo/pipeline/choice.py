@@ -33,22 +33,21 @@ def assumed_costs(config: JobConfig, stages_per_rank: int) -> Costs:
 def assumed_part_costs(config: JobConfig, args: Any) -> Costs:
     """Returns typical costs of HelixPipe's parts, in proportion to their FLOPs.
 
-    ``args`` are upstream's arguments of the model. The unit of memory is that of the other
+    ``args`` are those of a model whose layers are of one kind. The unit of memory is that of the other
     schedules: the activations of a microbatch in a rank's layers. A recomputed layer of theirs
     keeps one tensor of hidden states, and HelixPipe's keeps its residual stream, queries, keys,
     values, and the output of attention on two ranks.
     """
-    heads = args.n_heads * args.head_dim
-    kv_heads = (args.n_kv_heads or args.n_heads) * args.head_dim
-    before = args.dim * (heads + 2 * kv_heads)
-    products = before + args.dim * (heads + 3 * args.hidden_dim)
-    # A causal query meets half of the keys, once for its score and once for its value.
-    attention = heads * config.training.seq_len
+    (layer,) = args.layers.kinds
+    row, products = layer.attention, layer.products
+    before = args.dim * row.sent
+    # A causal query meets half of the keys.
+    attention = row.pair_products * config.training.seq_len / 2
     per_rank = args.n_layers / config.parallelism.pipeline_parallel_degree
     recomputes = config.activation_checkpoint.mode == "full"
-    attended, others = 2 * heads + 2 * kv_heads, 4 * args.dim + 4 * args.hidden_dim
+    attended, others = row.attended + row.sent, 4 * args.dim + layer.feed_forward.kept
     if recomputes:
-        kept = ((args.dim + heads) / args.dim, attended / args.dim)
+        kept = ((args.dim + row.attended) / args.dim, attended / args.dim)
     else:
         kept = (others / (others + attended), attended / (others + attended))
     parts = config.parallelism.context_parallel_degree * config.parallelism.tensor_parallel_degree
@@ -59,7 +58,7 @@ def assumed_part_costs(config: JobConfig, args: Any) -> Costs:
         before=before / products,
         recomputes=recomputes,
         kept=(kept[0] / per_rank, kept[1] / per_rank),
-        shared=heads / (args.dim if recomputes else others + attended) / per_rank,
+        shared=row.attended / (args.dim if recomputes else others + attended) / per_rank,
     )
 
 

@@ -60,8 +60,13 @@ def _chunk_problems(config: JobConfig, chunk_tokens: int) -> Iterator[str]:
 
 
 def helix_model_problems(model_args: Any, path: Any) -> Iterator[str]:
-    """Yields why a model cannot be divided; takes upstream's arguments of the model."""
-    if getattr(model_args, "moe_enabled", False):
+    """Yields why a model with these arguments cannot be divided."""
+    if len(model_args.layers.kinds) > 1 and not model_args.has_experts:
+        yield (
+            f"{_SETTING} needs a model whose layers are of one kind, and {path} has "
+            f"{len(model_args.layers.kinds)}. Choose another schedule."
+        )
+    if model_args.has_experts:
         yield (
             f"{_SETTING} needs a model without experts, and {path} has experts: their loads would be "
             "counted again in each recomputation. Choose another schedule."

@@ -28,7 +28,7 @@ from torch.distributed.pipelining.schedules import (
     _Action,
 )
 
-from torchtitan.grpo.models.parallelize import BetweenMicrobatches
+from torchtitan.grpo.models.fsdp import BetweenMicrobatches
 from torchtitan.grpo.pipeline.lean_stage import LeanStage
 from torchtitan.grpo.pipeline.lowering import lower
 from torchtitan.grpo.pipeline.mail import Mail

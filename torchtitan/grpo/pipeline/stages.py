@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from torchtitan.grpo.config.frame import Parallelism
 from torchtitan.grpo.config.job_config import JobConfig
-from torchtitan.grpo.models.part_names import part_modules
+from torchtitan.grpo.models.blocks.rows import GroupedAttention
 from torchtitan.grpo.pipeline.schedules import AUTO, SCHEDULES, Schedule, measured_with
 from torchtitan.grpo.pipeline.tables.actions import ranks_of_stages
 
@@ -33,7 +33,7 @@ def stage_modules(settings: Parallelism, num_layers: int) -> list[list[str]]:
     """
     if schedule_of(settings).divides_layers:
         _check_parts(settings, num_layers)
-        return part_modules(num_layers)
+        return _part_modules(num_layers)
     if settings.module_fqns_per_model_part is not None:
         _check_listed_modules(settings, num_layers)
         return settings.module_fqns_per_model_part
@@ -66,6 +66,19 @@ def _even_division(
     stages[0].insert(0, "tok_embeddings")
     stages[-1] += ["norm", "output"]
     return stages
+
+
+def _part_modules(num_layers: int) -> list[list[str]]:
+    """Returns the modules of each of Helix's ``num_layers`` + 1 parts with weights."""
+    before = ("attention_norm", *GroupedAttention.before)
+    after = (*GroupedAttention.after, "ffn_norm", "feed_forward")
+    parts: list[list[str]] = [[] for _ in range(num_layers + 1)]
+    parts[0].append("tok_embeddings")
+    for layer in range(num_layers):
+        parts[layer] += [f"layers.{layer}.{name}" for name in before]
+        parts[layer + 1] += [f"layers.{layer}.{name}" for name in after]
+    parts[-1] += ["norm", "output"]
+    return parts
 
 
 def _check_listed_modules(settings: Parallelism, num_layers: int) -> None:

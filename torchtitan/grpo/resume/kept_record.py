@@ -77,7 +77,7 @@ def record_of(config: JobConfig, model: HFModel, schedule_steps: int) -> RunReco
         settings=config.to_dict(),
         num_ranks=int(os.environ.get("WORLD_SIZE", "1")),
         architecture=model.architecture,
-        model_sizes=dict(_sizes(asdict(model.model_args))),  # pyright: ignore[reportArgumentType]
+        model_sizes=dict(_sizes(asdict(model.model_args))),
         weights=weights_digest(model.path),
         prompt_bytes={path: Path(path).stat().st_size for path in paths if Path(path).is_file()},
         schedule_steps=schedule_steps,
@@ -89,6 +89,8 @@ def _sizes(arguments: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, s
     for name, value in arguments.items():
         if isinstance(value, dict):
             yield from _sizes(value, f"{prefix}{name}.")
+        elif isinstance(value, tuple) and value and isinstance(value[0], dict):
+            yield from _sizes({str(i): of for i, of in enumerate(value)}, f"{prefix}{name}.")
         else:
             yield prefix + name, str(value)
 
@@ -278,11 +280,8 @@ def model_refusal(record: RunRecord, now: RunRecord, path: Path) -> str | None:
     return None
 
 
-_NO_SIZES = {
-    *("_enforced", "max_seq_len", "depth_init", "attn_type", "attn_mask_type", "eos_id"),
-    *("use_grouped_mm", "load_balance_coeff", "_debug_force_load_balance"),
-}
-"""Arguments of torchtitan's models that a run may change, or that say nothing about weights."""
+_NO_SIZES = {"max_seq_len"}
+"""Arguments of models that a run may change, or that say nothing about weights."""
 
 
 def _has_moved(change: Change, record: RunRecord) -> bool:

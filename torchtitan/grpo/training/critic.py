@@ -39,9 +39,9 @@ from torchtitan.grpo.losses.loss_metrics import (
     loss_metric,
     mean_metric,
 )
-from torchtitan.grpo.models.decoder import ValueAdapter
+from torchtitan.grpo.models.hf_names import ValueAdapter
 from torchtitan.grpo.models.hf_weights import load_hf_weights
-from torchtitan.grpo.models.packed_model import PackedDecoder
+from torchtitan.grpo.models.packed_model import PackedModel
 from torchtitan.grpo.pipeline.build import build_schedule
 from torchtitan.grpo.training.frame import Trainer
 from torchtitan.grpo.training.gradient_norm import GradientClipper
@@ -257,7 +257,7 @@ def build_critic(trainer: Trainer) -> Critic:
         # Both models run the same code, whose compiled variants Dynamo counts together.
         limit = torch._dynamo.config.recompile_limit
         torch._dynamo.config.recompile_limit = max(limit, _RECOMPILE_LIMIT)
-    stages, parts = build_beside(trainer, lambda: PackedDecoder(args, scoring), is_second=True)
+    stages, parts = build_beside(trainer, lambda: PackedModel(args, scoring), is_second=True)
     _load(parts, ValueAdapter(args, settings.path or config.model.hf_assets_path), config)
     if dims.pp_enabled:
         loss = StageLoss()

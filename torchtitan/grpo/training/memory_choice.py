@@ -17,8 +17,8 @@ from torchtitan.grpo.inference.gpu_shares import (
     part_beside_training,
     server_places,
 )
+from torchtitan.grpo.models.fsdp import Kept
 from torchtitan.grpo.models.hf_config import HFModel
-from torchtitan.grpo.models.parallelize import Kept
 from torchtitan.grpo.system.device import num_training_gpus
 from torchtitan.grpo.system.logs import logger
 from torchtitan.grpo.training.memory_estimate import (

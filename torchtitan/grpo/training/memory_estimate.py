@@ -3,28 +3,20 @@
 
 """Estimates the memory of a training step on one rank, before anything is built.
 
-States follow from shapes and layout. Activations are all tensors that a block's backward pass
-needs, as in https://arxiv.org/abs/2205.05198, here for the blocks of Llama and Qwen3. With hidden
-size h, query width q, key width k, feed-forward width f and bytes b of
-``training.mixed_precision_param``, a block keeps for each token
-
-    none        b * (4h + 3q + 3k + 4f + 2 * head_dim), the last for the rotary embedding
-    op          b * (2h + 2q + k + f): every second matrix product, the attention's output and the input;
-                with biases of queries, keys and values b * (2h + q + f)
-    full        b * h, its input
-
-Without norms of queries and keys, one q and one k are left out. Experts count with the tokens that
-they receive. For compiled blocks, which keep less, these are upper bounds.
+States follow from shapes and layout. Activations are all tensors that a layer's backward pass needs, which
+the rows of its blocks know (`models/blocks/rows.py`). For compiled blocks, which keep less, they are upper
+bounds.
 """
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from statistics import fmean
 
 from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.models.collect import module_of
-from torchtitan.grpo.models.parallelize import Kept, keeps_parameters
+from torchtitan.grpo.models.decoder import DecoderArgs
+from torchtitan.grpo.models.fsdp import Kept, keeps_parameters
 from torchtitan.grpo.pipeline.stages import rank_of_parameter, schedule_of, trains_together
 from torchtitan.grpo.system.dtypes import TORCH_DTYPE_MAP
 from torchtitan.grpo.weight_wire.adapter_names import is_adapter
@@ -34,89 +26,6 @@ _FP32 = 4
 _MATRIX_DIMS = 2
 # Part of a device for the context, NCCL, fragments of the allocator and buffers of a push.
 _RESERVED = 0.1
-
-
-@dataclass(frozen=True)
-class BlockSizes:
-    """Widths of a block on one rank, in channels.
-
-    ``heads`` and ``kv_heads`` are the widths of all queries and keys. ``hidden`` is the
-    feed-forward's, of all ``copies`` experts of a token if there are any.
-    """
-
-    dim: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    hidden: int
-    copies: int = 1
-    has_qk_norm: bool = False
-    has_biases: bool = False
-
-    @classmethod
-    def of(cls, args: Any) -> "BlockSizes":
-        has_experts = getattr(args, "moe_enabled", False)
-        copies = args.moe_args.top_k if has_experts else 1
-        return cls(
-            dim=args.dim,
-            heads=args.n_heads * args.head_dim,
-            kv_heads=(args.n_kv_heads or args.n_heads) * args.head_dim,
-            head_dim=args.head_dim,
-            hidden=copies * args.moe_inter_dim if has_experts else args.hidden_dim,
-            copies=copies,
-            has_qk_norm=args.qk_norm,
-            has_biases=getattr(args, "qkv_bias", False),
-        )
-
-    def kept_channels(self, mode: str) -> float:
-        """Returns the channels of a token that a block keeps for its backward pass.
-
-        ``mode`` is ``none``, ``full``, ``op``, or a number: full checkpointing of its multiples.
-        """
-        if mode.isdigit():
-            part = 1 / max(int(mode), 1)
-            return part * self.dim + (1 - part) * self.kept_channels("none")
-        if mode == "full":
-            return self.dim
-        # The sum of 32 bits that a norm or the attention keeps for each head is left out.
-        if mode == "op":
-            widths = {"wq": self.heads, "wv": self.kv_heads, "wo": self.dim, "w2": self.dim}
-            kept = sum(widths.get(name, self.hidden) for name in self._kept_products())
-            return self.dim + self.heads + kept
-        norms = self.heads + self.kv_heads if self.has_qk_norm else 0
-        attention = 2 * self.heads + 2 * self.kv_heads + 2 * self.head_dim + norms
-        experts = 2 * self.copies * self.dim if self.copies > 1 else 0
-        return 4 * self.dim + attention + experts + 4 * self.hidden
-
-    def _kept_products(self) -> tuple[str, ...]:
-        """Products that checkpointing by operation keeps: every second one.
-
-        Upstream counts neither those of experts nor those to which a bias is added.
-        """
-        if self.has_biases:
-            return ("wo",) if self.copies > 1 else ("wo", "w3")
-        return ("wq", "wv") if self.copies > 1 else ("wq", "wv", "w1", "w2")
-
-    def products(self) -> dict[str, int]:
-        return {
-            "wq": self.dim * self.heads,
-            "wk": self.dim * self.kv_heads,
-            "wv": self.dim * self.kv_heads,
-            "wo": self.dim * self.heads,
-            "w1": self.dim * self.hidden,
-            "w3": self.dim * self.hidden,
-            "w2": self.dim * self.hidden,
-        }
-
-    def recomputed(self, mode: str) -> float:
-        """Multiplications of a token that a block's backward pass does again."""
-        products = self.products()
-        if mode.isdigit():
-            return self.recomputed("full") / max(int(mode), 1)
-        if mode == "op":
-            kept = self._kept_products()
-            return sum(number for name, number in products.items() if name not in kept)
-        return sum(products.values()) if mode == "full" else 0.0
 
 
 @dataclass(frozen=True)
@@ -206,9 +115,9 @@ def microbatch_tokens(config: JobConfig) -> int:
 
 
 def estimate_memory(
-    config: JobConfig, shapes: Mapping[str, tuple[int, ...]], args: Any, num_ranks: int
+    config: JobConfig, shapes: Mapping[str, tuple[int, ...]], args: DecoderArgs, num_ranks: int
 ) -> TrainingMemory:
-    """Takes shapes by native name, adapters included, and upstream's arguments of the model."""
+    """Takes shapes by native name, adapters included, and the arguments of the model."""
     layout = _Layout(config, num_ranks)
     stage, critic_stage = _largest_stages(config, shapes)
     whole = sum(layout.whole(name, stage[name]) for name in stage)
@@ -249,8 +158,8 @@ def estimate_memory(
         or reshards == "never"
         or (config.parallelism.pipeline_parallel_degree > 1 and reshards != "always"),
         adds_to_shards=config.rollout.stream,
-        per_token=_per_token(config, BlockSizes.of(args), stage, layout),
-        recomputed=_recomputed(config, BlockSizes.of(args), args),
+        per_token=_per_token(config, args, stage, layout),
+        recomputed=_recomputed(config, args),
         critic=2 * sum(of_critic.values()) * stored,
         critic_optimizer=sum(n * _num_states(config, name) for name, n in of_critic.items())
         * stored,
@@ -333,7 +242,7 @@ def _mask_bytes(config: JobConfig, itemsize: int) -> int:
 
 
 def _per_token(
-    config: JobConfig, sizes: BlockSizes, stage: Mapping[str, tuple[int, ...]], layout: _Layout
+    config: JobConfig, args: DecoderArgs, stage: Mapping[str, tuple[int, ...]], layout: _Layout
 ) -> dict[str, float]:
     num_layers = len({module_of(name) for name in stage if name.startswith("layers.")})
     divides = _divides_layers(config)
@@ -347,17 +256,20 @@ def _per_token(
         held = config.parallelism.pipeline_parallel_degree * config.grpo.pipeline_memory
         num_layers *= held + trains_together(config)
     computed = _itemsize(config.training.mixed_precision_param)
-    # Beside the blocks: the embedding, the last norm, and scored hidden states with their gradient;
-    # and in one block at a time, what is recomputed, and the gradients of its feed-forward.
-    around = 5 * sizes.dim + 3 * sizes.hidden + 2 * sizes.dim
+    layers, kinds = args.layers, args.layers.kinds
+    # Beside the layers: the embedding, the last norm, and scored hidden states with their gradient, and
+    # the rotary embedding; and in one layer at a time, what is recomputed, and the gradients of its
+    # feed-forward.
+    widest = max(kind.feed_forward.width for kind in kinds)
+    around = 5 * args.dim + 3 * widest + 2 * args.dim + 2 * layers[0].attention.rotary_dim
     parts = layout.tensor * layout.context
     found = {}
     for mode in CHECKPOINTING:
         option = config.activation_checkpoint.selective_ac_option if mode == "selective" else mode
-        block = sizes.kept_channels("none") if mode != "none" else 0
-        kept = sizes.kept_channels(option)
-        if divides and mode == "full":
-            kept += 3 * sizes.heads + 2 * sizes.kv_heads  # by attention, and its output twice
+        block = max(kind.kept_channels("none") for kind in kinds) if mode != "none" else 0
+        kept = fmean(layer.kept_channels(option) for layer in layers)
+        if divides and mode == "full":  # by attention, and its output twice
+            kept += 2 * layers[0].attention.attended + layers[0].attention.sent
         channels = num_layers * kept + block + around
         found[mode] = channels * computed / parts
     return found
@@ -368,17 +280,22 @@ def _divides_layers(config: JobConfig) -> bool:
     return settings.pipeline_parallel_degree > 1 and schedule_of(settings).divides_layers
 
 
-def _recomputed(config: JobConfig, sizes: BlockSizes, args: Any) -> dict[str, float]:
+def _recomputed(config: JobConfig, args: DecoderArgs) -> dict[str, float]:
     """Recomputed part of a step's FLOPs, with one sequence in a row."""
-    # A causal query meets half of the keys, once for its score and once for its value.
-    attention = sizes.heads * config.training.seq_len
-    block = sum(sizes.products().values()) + attention
-    step = 3 * (args.n_layers * block + args.dim * args.vocab_size)
+    # A causal query meets half of the keys.
+    pairs = sum(layer.attention.pair_products for layer in args.layers)
+    attention = pairs * config.training.seq_len / 2
+    step = sum(layer.products for layer in args.layers) + attention + args.dim * args.vocab_size
     option = config.activation_checkpoint.selective_ac_option
-    again = {
-        "none": 0.0,
-        "selective": sizes.recomputed(option)
-        + (attention / max(int(option), 1) if option.isdigit() else 0),
-        "full": sizes.recomputed("full") + (0 if _divides_layers(config) else attention),
+    attention_again = {
+        "selective": attention / max(int(option), 1) if option.isdigit() else 0,
+        "full": 0 if _divides_layers(config) else attention,
     }
-    return {mode: args.n_layers * again[mode] / step for mode in CHECKPOINTING}
+    again = {
+        mode: sum(
+            layer.recomputed(option if mode == "selective" else mode) for layer in args.layers
+        )
+        + attention_again.get(mode, 0)
+        for mode in CHECKPOINTING
+    }
+    return {mode: number / (3 * step) for mode, number in again.items()}

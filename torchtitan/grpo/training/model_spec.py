@@ -16,13 +16,13 @@ import torch.nn as nn
 from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.losses.policy_terms import BUILTIN
 from torchtitan.grpo.models.attention_choice import choose_packed_attention, try_packed_attention
-from torchtitan.grpo.models.decoder import DecoderAdapter, DecoderArgs, ValueAdapter
+from torchtitan.grpo.models.decoder import DecoderArgs
 from torchtitan.grpo.models.embedding_rows import embedding_notes
 from torchtitan.grpo.models.hf_config import HFModel, check_reference
+from torchtitan.grpo.models.hf_names import DecoderAdapter, ValueAdapter
 from torchtitan.grpo.models.hf_weights import check_hf_weights, load_hf_weights
 from torchtitan.grpo.models.lora import add_adapters
-from torchtitan.grpo.models.moe import prepare_moe_for_cpu
-from torchtitan.grpo.models.packed_model import PackedDecoder, ScoringSettings
+from torchtitan.grpo.models.packed_model import PackedModel, ScoringSettings
 from torchtitan.grpo.models.parallelize import parallelize
 from torchtitan.grpo.models.shards import named_parameters
 from torchtitan.grpo.pipeline.auto import resolve_schedule
@@ -43,12 +43,10 @@ from torchtitan.grpo.upstream.tools import utils
 def hf_train_spec(
     model: HFModel, config: JobConfig, schedule_steps: int | None = None
 ) -> ModelSpec:
-    if utils.device_type == "cpu" and getattr(model.model_args, "moe_enabled", False):
-        prepare_moe_for_cpu(model.model_args)
-    head_dim: int = model.model_args.head_dim
+    settings = scoring_settings(config, model.model_args.head_dim)
     return ModelSpec(
         model_args=model.model_args,
-        model_cls=partial(PackedDecoder, settings=scoring_settings(config, head_dim)),
+        model_cls=partial(PackedModel, settings=settings),
         state_dict_adapter=DecoderAdapter,
         parallelize_fn=parallelize,
         pipelining_fn=_pipeline,
@@ -180,7 +178,7 @@ def check_critic_weights(config: JobConfig, model: HFModel, path: str) -> list[s
     model.model_args.update_from_config(config)
     args = critic_args(model.model_args)
     with torch.device("meta"):
-        built = PackedDecoder(args, critic_settings(config, args))
+        built = PackedModel(args, critic_settings(config, args))
     adapter = ValueAdapter(args, path)
     return check_hf_weights(built, adapter, Path(path), setting="critic.path", new=VALUE_HEAD)[1]
 

@@ -17,9 +17,9 @@ import torch.nn as nn
 
 from torchtitan.grpo.data.feed import Feed
 from torchtitan.grpo.data.rows import TrainRows
+from torchtitan.grpo.models.fsdp import BetweenMicrobatches, Kept
 from torchtitan.grpo.models.packed_attention import HostReach
 from torchtitan.grpo.models.packed_model import ScoredTokens
-from torchtitan.grpo.models.parallelize import BetweenMicrobatches, Kept
 from torchtitan.grpo.pipeline.lean_stage import LeanStage
 
 LossFunction = Callable[[torch.Tensor, slice], torch.Tensor]

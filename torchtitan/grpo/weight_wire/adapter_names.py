@@ -1,18 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Names of the layers that may have low-rank adapters, and of the adapters' parameters."""
-
-TARGETS = {
-    "q_proj": "attention.wq",
-    "k_proj": "attention.wk",
-    "v_proj": "attention.wv",
-    "o_proj": "attention.wo",
-    "gate_proj": "feed_forward.w1",
-    "up_proj": "feed_forward.w3",
-    "down_proj": "feed_forward.w2",
-}
-"""The layers that may have adapters: their last name in Hugging Face's model, and in a block."""
+"""Names of the parameters of low-rank adapters."""
 
 FACTORS = (".lora_A.weight", ".lora_B.weight")
 """Ends of the names of an adapter's two parameters, after the name of the target's module."""

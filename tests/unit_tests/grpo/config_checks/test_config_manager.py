@@ -9,6 +9,13 @@ import pytest
 
 from torchtitan.grpo.config_checks import ConfigError, check_model
 from torchtitan.grpo.config_checks.load import load_config
+from torchtitan.grpo.models.blocks.rows import (
+    GatedFeedForward,
+    GroupedAttention,
+    Layer,
+    Layers,
+)
+from torchtitan.grpo.models.decoder import DecoderArgs
 from torchtitan.grpo.start.dry_run import describe_plan, describe_settings
 
 BASE = """
@@ -106,7 +113,8 @@ def test_a_registry_is_a_folder_or_an_address_with_a_key(load, monkeypatch, tmp_
 
 
 def model_of(**facts: Any) -> Any:
-    args = SimpleNamespace(n_heads=8, hidden_dim=64, head_dim=36)
+    layer = Layer(GroupedAttention(64, 8, 8, head_dim=36), GatedFeedForward(64, 64))
+    args = DecoderArgs(layers=Layers.of([layer]))
     given = {"path": Path("model"), "max_position_embeddings": 0, "window": None, **facts}
     return SimpleNamespace(model_args=args, **given)
 

@@ -2,11 +2,20 @@
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.config_checks.layout import describe_layout, model_layout_problems
+from torchtitan.grpo.models.blocks.rows import (
+    GatedFeedForward,
+    GroupedAttention,
+    Layer,
+    Layers,
+    RoutedExperts,
+)
+from torchtitan.grpo.models.decoder import DecoderArgs
 
 WHOLE = "tok_embeddings layers.0 layers.1 | layers.2 layers.3 norm output"
 IN_SIX = "tok_embeddings | layers.0 | layers.1 | layers.2 | layers.3 | norm output"
@@ -25,16 +34,14 @@ def configured(*settings: str) -> JobConfig:
     return config
 
 
-def problems_of(config: JobConfig, **sizes: object) -> list[str]:
-    """Problems with a model of four layers, whose sizes dense and sparse models have in common."""
-    args = {
-        "n_heads": 8,
-        "n_kv_heads": 4,
-        "n_layers": 4,
-        "moe_args": SimpleNamespace(num_experts=8),
-    }
-    args |= {"hidden_dim": 48, "vocab_size": 128, "dim": 64, "moe_inter_dim": 48} | sizes
-    model = SimpleNamespace(path=Path("model"), model_args=SimpleNamespace(**args))
+def problems_of(config: JobConfig, *, has_experts: bool = False, **more: Any) -> list[str]:
+    """Problems with a model of four layers."""
+    experts = RoutedExperts(64, 48, num_experts=8, top_k=2)
+    layer = Layer(
+        GroupedAttention(64, 8, 4, 8), experts if has_experts else GatedFeedForward(64, 48)
+    )
+    args = DecoderArgs(dim=64, vocab_size=128, layers=Layers.of([layer] * 4), **more)
+    model = SimpleNamespace(path=Path("model"), model_args=args)
     return list(model_layout_problems(config, model))  # pyright: ignore
 
 
@@ -74,12 +81,12 @@ COMPILED = "tensor_parallel_degree=2 compile.enable=true activation_checkpoint.m
         ("pipeline_parallel_degree=8 pipeline_parallel_schedule=ZBVZeroBubble", {},
          ["parallelism.pipeline_parallel_degree = 8", "ZBVZeroBubble"]),
         ("expert_parallel_degree=2", {}, ["parallelism.expert_parallel_degree (2)", "got 0"]),
-        ("expert_parallel_degree=3", {"moe_enabled": True}, ["expert_parallel_degree (3)", "got 8"]),
-        ("expert_parallel_degree=2", {"moe_enabled": True, "enable_weight_tying": True},
+        ("expert_parallel_degree=3", {"has_experts": True}, ["expert_parallel_degree (3)", "got 8"]),
+        ("expert_parallel_degree=2", {"has_experts": True, "enable_weight_tying": True},
          ["parallelism.expert_parallel_degree", "tied embeddings"]),
         (f"{COMPILED}=full", {},
          ["activation_checkpoint.mode", "compile.enable", "tensor_parallel_degree = 2"]),
-        (f"{COMPILED}=full", {"moe_enabled": True}, []),  # these checkpoints are outside of compile
+        (f"{COMPILED}=full", {"has_experts": True}, []),  # these checkpoints are outside of compile
         (f"{COMPILED}=memory_budget", {}, []),
     ],
 )  # fmt: skip

@@ -247,7 +247,8 @@ def test_adapters_that_do_not_fit_the_model_are_refused(make_model, monkeypatch,
             check_model(config, read_hf_model(folder))
 
     refuse("qwen3", "--lora.rank=33", "rank must be at most 32 for k_proj")
-    refuse("qwen3_mixed", "", "must not name down_proj, gate_proj, up_proj", mlp_only_layers=[])
+    refuse("qwen3", "--lora.target_modules=query", "has q_proj, k_proj, .* got query")
+    refuse("qwen3_mixed", "", "got down_proj, .*, up_proj. The experts", mlp_only_layers=[])
     monkeypatch.setenv("WORLD_SIZE", "2")
     pipeline = "--parallelism.pipeline_parallel_degree=2"
     refuse("qwen3", pipeline, "stage 0 has tok_embeddings alone", num_hidden_layers=2)

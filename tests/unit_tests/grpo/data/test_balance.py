@@ -125,7 +125,11 @@ DENSE = {
     "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "head_dim": 3, "intermediate_size": 10, "vocab_size": 50,
 }  # fmt: skip
-MOE = DENSE | {"num_experts_per_tok": 2, "moe_intermediate_size": 5, "intermediate_size": 999}
+MOE = (
+    DENSE
+    | {"architectures": ["Qwen3MoeForCausalLM"]}
+    | {"num_experts_per_tok": 2, "moe_intermediate_size": 5, "intermediate_size": 999}
+)
 
 
 def test_a_dense_model_costs_its_products_by_hand(repository):

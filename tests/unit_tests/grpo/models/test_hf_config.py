@@ -1,4 +1,4 @@
-"""What a model directory says is read; what upstream does not compute is refused."""
+"""What a model directory says is read; what no block computes is refused."""
 
 import json
 import os
@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from torchtitan.grpo.models.blocks.rows import RoutedExperts
 from torchtitan.grpo.models.hf_config import ModelError, read_hf_model
 from torchtitan.grpo.models.hf_weights import write_hf
 from torchtitan.grpo.weight_wire.model_folder import require_undamaged
@@ -42,20 +43,19 @@ def test_both_spellings_of_the_rotary_base_are_read(directory):
 
 def test_dense_layers_among_sparse_ones_are_read(directory):
     config = MOE | {"num_hidden_layers": 6, "mlp_only_layers": [1], "decoder_sparse_step": 3}
-    assert read_hf_model(directory(config)).model_args.dense_layers == (0, 1, 3, 4)
+    layers = read_hf_model(directory(config)).model_args.layers
+    assert [layer.feed_forward.has_experts for layer in layers] == [False, False, True] * 2
     none = read_hf_model(directory(MOE | {"mlp_only_layers": [0, 1]}))
-    assert not none.model_args.moe_enabled, "no layer has experts"
+    assert not none.model_args.has_experts
 
 
 def test_mixture_of_experts_routes_as_the_server_does(directory):
-    args = read_hf_model(directory(MOE)).model_args
-    assert args.moe_enabled
-    assert (args.moe_args.num_experts, args.moe_args.top_k) == (8, 2)
-    assert args.moe_args.load_balance_coeff is None and args.moe_args.route_norm
+    (layer,) = read_hf_model(directory(MOE)).model_args.layers.kinds
+    assert layer.feed_forward == RoutedExperts(64, 48, num_experts=8, top_k=2, normalizes=True)
     other = {key: v for key, v in MOE.items() if key not in ("num_experts", "norm_topk_prob")}
-    args = read_hf_model(directory(other | {"num_local_experts": 4})).model_args.moe_args
-    assert args.num_experts == 4, "the other spelling"
-    assert not args.route_norm, "transformers takes what is missing for false"
+    (layer,) = read_hf_model(directory(other | {"num_local_experts": 4})).model_args.layers.kinds
+    # The other spelling; and transformers takes what is missing for false.
+    assert layer.feed_forward == RoutedExperts(64, 48, num_experts=4, top_k=2)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_mixture_of_experts_routes_as_the_server_does(directory):
         (QWEN3 | {"eos_token_id": None}, r"model\.hf_assets_path: .*eos_token_id"),
     ],
 )
-def test_what_upstream_does_not_compute_is_refused_by_name(directory, config, message):
+def test_what_no_block_computes_is_refused_by_name(directory, config, message):
     with pytest.raises(ModelError, match=message):
         read_hf_model(directory(config))
 

@@ -86,9 +86,8 @@ def heads(rows: int, seq: int, q_heads: int, kv_heads: int, dtype=torch.float64)
 
 def attend(kind, reach, inputs, scale=None):
     """Returns the output, and the gradients of a sum that weighs each of its numbers."""
-    grouped = inputs[0].shape[1] != inputs[1].shape[1]
     mask = packed_mask(reach, kind, HostReach(reach))
-    out = PackedAttention(kind)(*inputs, block_mask=mask, scale=scale, enable_gqa=grouped)
+    out = PackedAttention(kind)(*inputs, mask, scale)
     weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
     return out.detach(), *torch.autograd.grad((out * weights).sum(), inputs)
 
@@ -152,7 +151,7 @@ def test_the_flex_kernel_computes_what_the_dense_mask_computes():
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, number, 10, 16) for number in (4, 2, 2))
     attention = PackedAttention("sdpa")
-    dense = attention(q, k, v, block_mask=packed_mask(REACH, "sdpa"), enable_gqa=True)
+    dense = attention(q, k, v, packed_mask(REACH, "sdpa"))
     mask = packed_mask(REACH, "flex")
     flex = flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
     torch.testing.assert_close(flex, dense)
@@ -168,7 +167,7 @@ def test_torch_s_own_varlen_functions_are_traced_with_their_gradients(reach):
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         mask = packed_mask(mode.from_tensor(reach), "varlen", host)
         inputs = heads(2, 10, 4, 2, torch.bfloat16)
-        out = attention(*inputs, block_mask=mask, enable_gqa=True)
+        out = attention(*inputs, mask)
         # What follows in upstream's model: no copy is made.
         assert out.transpose(1, 2).is_contiguous()
         out.sum().backward()
@@ -187,7 +186,7 @@ def test_the_varlen_operators_are_part_of_a_compiled_block(reach, operator):
     compiled = torch.compile(PackedAttention("varlen"), backend=backend, fullgraph=True)
     mask = packed_mask(reach, "varlen")
     with pytest.raises(NotImplementedError, match=r"_flash_attention_forward.*'CPU'"):
-        compiled(*heads(2, 10, 4, 2, torch.bfloat16), block_mask=mask, enable_gqa=True)
+        compiled(*heads(2, 10, 4, 2, torch.bfloat16), mask)
     torch._dynamo.reset()
     (forward,) = graphs
     called = {str(node.target) for node in forward.graph.nodes if node.op == "call_function"}
@@ -206,8 +205,8 @@ def test_other_spans_do_not_compile_a_block_again_and_again(monkeypatch):
     q, k, v = heads(2, 300, 4, 2)
 
     def check(reach: torch.Tensor) -> None:
-        found = compiled(q, k, v, block_mask=packed_mask(reach, "varlen", compiled=True))
-        expected = PackedAttention("sdpa")(q, k, v, block_mask=packed_mask(reach, "sdpa"))
+        found = compiled(q, k, v, packed_mask(reach, "varlen", compiled=True))
+        expected = PackedAttention("sdpa")(q, k, v, packed_mask(reach, "sdpa"))
         torch.testing.assert_close(found, expected)
 
     def rows_of(tokens: int) -> torch.Tensor:  # of a sequence, and the rest of a row
@@ -247,5 +246,5 @@ def test_on_a_gpu_a_dense_mask_does_not_exclude_the_memory_efficient_kernel(monk
             q = torch.empty(1, 4, 8, 16, device=device)
             k = torch.empty(1, 2, 8, 16, device=device)
             mask = DenseMask(torch.empty(1, 1, 8, 8, dtype=torch.bool, device=device))
-            PackedAttention("sdpa")(q, k, k, block_mask=mask, enable_gqa=True)
+            PackedAttention("sdpa")(q, k, k, mask)
     assert calls == [(4, 4, 4, False), (4, 2, 2, True)]

@@ -4,11 +4,20 @@
 """HelixPipe computes what plain accumulation does, wherever its attention is."""
 
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 from torchtitan.grpo.config.frame import Parallelism
+from torchtitan.grpo.models.blocks.rows import (
+    GatedFeedForward,
+    GroupedAttention,
+    Layer,
+    Layers,
+    RoutedExperts,
+)
+from torchtitan.grpo.models.decoder import DecoderArgs
 from torchtitan.grpo.pipeline.choice import assumed_part_costs
 from torchtitan.grpo.pipeline.helix_limits import helix_model_problems
 from torchtitan.grpo.pipeline.lowering import lower
@@ -123,14 +132,26 @@ def test_a_model_that_cannot_be_divided_is_refused(degree, more, message):
         stage_modules(settings_of(degree, **more), 3)
 
 
-def test_experts_are_refused():
-    (problem,) = helix_model_problems(SimpleNamespace(moe_enabled=True), "my/model")
-    assert "my/model has experts" in problem
-    assert not [*helix_model_problems(SimpleNamespace(moe_enabled=False), "my/model")]
+DENSE = Layer(GroupedAttention(64, 4, 2, 16), GatedFeedForward(64, 160))
+EXPERTS = replace(DENSE, feed_forward=RoutedExperts(64, 160, num_experts=4, top_k=2))
+WINDOWED = replace(DENSE, attention=replace(DENSE.attention, window=8))
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        ([DENSE, EXPERTS], "my/model has experts"),
+        ([DENSE, WINDOWED], "layers are of one kind, and my/model has 2"),
+    ],
+)
+def test_layers_that_cannot_be_divided_are_refused(layers, message):
+    (problem,) = helix_model_problems(DecoderArgs(layers=Layers.of(layers)), "my/model")
+    assert message in problem
+    assert not [*helix_model_problems(DecoderArgs(layers=Layers.of([DENSE] * 2)), "my/model")]
 
 
 def test_assumed_costs_grow_with_the_length_of_rows():
-    args = SimpleNamespace(dim=64, n_heads=4, n_kv_heads=2, head_dim=16, hidden_dim=160, n_layers=2)
+    args = DecoderArgs(dim=64, layers=Layers.of([DENSE] * 2))
     parallelism = SimpleNamespace(
         pipeline_parallel_degree=2, context_parallel_degree=1, tensor_parallel_degree=1
     )

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.data.rows import Sample, build_rows
+from torchtitan.grpo.models.checkpointing import apply_checkpointing
 from torchtitan.grpo.models.hf_config import read_hf_model
 from torchtitan.grpo.training.memory_estimate import (
     TrainingMemory,
@@ -21,7 +22,6 @@ from torchtitan.grpo.training.memory_estimate import (
 )
 from torchtitan.grpo.training.model_spec import hf_train_spec, parameter_shapes
 from torchtitan.grpo.training.runner import model_inputs
-from torchtitan.grpo.upstream.models import apply_ac, op_sac_save_list
 
 SEQ_LEN, ROWS = 128, 2
 # Sizes in the proportions of a real model: the feed-forward is three times as wide as the rest.
@@ -72,11 +72,7 @@ def kept_bytes(config: JobConfig, monkeypatch) -> int:
         model.init_weights(torch.device("cpu"))
     caches = record_caches(monkeypatch)
     if config.activation_checkpoint.mode != "none":
-        # The attention of a CPU has another name.
-        saved = op_sac_save_list | {
-            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-        }
-        apply_ac(model, config.activation_checkpoint, op_sac_save_list=saved)
+        apply_checkpointing(model, config)
     tokens = torch.arange(SEQ_LEN - 8, dtype=torch.int32).numpy()
     samples = [Sample(tokens[:4], tokens[4:], torch.zeros(len(tokens) - 4).numpy())] * ROWS
     rows = build_rows(samples, [[i] for i in range(ROWS)], SEQ_LEN)

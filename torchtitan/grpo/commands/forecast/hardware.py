@@ -17,6 +17,7 @@ from typing import Any
 from torchtitan.grpo.commands.forecast.system import Costs
 from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.data.cost import flops_cost
+from torchtitan.grpo.models.families import family_of
 
 _GIB, _BFLOAT16 = 1024**3, 2
 TRAIN_PART, PROMPT_PART, MEMORY_PART, NETWORK_PART = 0.35, 0.5, 0.6, 0.5
@@ -91,19 +92,13 @@ def computed_costs(
 
 def weight_bytes(model: Mapping[str, Any]) -> float:
     """In bfloat16, with all experts, also those that a token does not use."""
-    weights = flops_cost(model).per_token / (2 * _PASSES)
-    if experts := model.get("num_local_experts") or model.get("num_experts"):
-        idle = model["num_hidden_layers"] * (experts - model["num_experts_per_tok"])
-        weights += 3 * idle * model["hidden_size"] * model["moe_intermediate_size"]
-    return _BFLOAT16 * weights
+    idle = sum(layer.feed_forward.idle for layer in family_of(model).layers(model))
+    return _BFLOAT16 * (flops_cost(model).per_token / (2 * _PASSES) + idle)
 
 
 def kv_bytes(model: Mapping[str, Any]) -> int:
     """Of a token in the KV cache, in bfloat16."""
-    heads = model["num_attention_heads"]
-    head_dim = model.get("head_dim") or model["hidden_size"] // heads
-    width = (model.get("num_key_value_heads") or heads) * head_dim
-    return _BFLOAT16 * 2 * model["num_hidden_layers"] * width
+    return _BFLOAT16 * sum(layer.attention.cached for layer in family_of(model).layers(model))
 
 
 def cache_places(model: Mapping[str, Any], server_bytes: float, tokens: float) -> int:

@@ -241,9 +241,7 @@ def _learning_rate(found: Findings, is_lora: bool) -> dict[str, Any]:
         "why_lr": "ten times that of whole weights, as adapters need",
         "rank": _LORA_RANK,
         "base_dtype": "bfloat16",
-        "target_modules": _ATTENTION
-        if getattr(found.model.model_args, "moe_enabled", False)
-        else None,
+        "target_modules": _ATTENTION if found.model.model_args.has_experts else None,
     }
 
 

@@ -1,0 +1,119 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Activation checkpointing of ``[activation_checkpoint]``: what a backward pass computes again."""
+
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._functorch.config as functorch_config
+import torch.nn as nn
+import torch.utils.checkpoint
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.checkpoint import CheckpointPolicy
+
+from torchtitan.grpo.config.job_config import JobConfig
+from torchtitan.grpo.system.logs import logger
+
+_mm, _to_copy = torch.ops.aten.mm.default, torch.ops.aten._to_copy.default
+_ATTENTION = ("flash_attention", "efficient_attention", "cudnn_attention",
+              "flash_attention_for_cpu", "fused_attention_overrideable")  # fmt: skip
+
+
+def saved_operations() -> set[Any]:
+    """Returns operations whose results checkpointing by operation keeps, of ``mm`` every second."""
+    aten, ours = torch.ops.aten, torch.ops.torchtitan_grpo
+    return {
+        _mm,
+        *(getattr(aten, f"_scaled_dot_product_{name}").default for name in _ATTENTION),
+        torch.ops.torch_attn._varlen_attn.default,
+        ours.attend_to_tree.default,
+        torch._higher_order_ops.flex_attention,
+        torch._higher_order_ops.inductor_compiled_code,
+        torch.ops._c10d_functional.reduce_scatter_tensor.default,
+    }
+
+
+def apply_checkpointing(model: nn.Module, config: JobConfig) -> None:
+    """Wraps the layers of a decoder, or of a stage of one, before anything shards them."""
+    settings = config.activation_checkpoint
+    # With a second microbatch, dynamo may compile a block again for changing shapes and would prefer
+    # that code, whose results do not fit those that the first forward pass kept
+    # (https://github.com/pytorch/pytorch/issues/166926).
+    torch._C._dynamo.eval_frame._set_lru_cache(False)  # pyright: ignore[reportAttributeAccessIssue]
+    _ignore_profiler_marks()
+    if settings.mode == "memory_budget":
+        functorch_config.activation_memory_budget = settings.memory_budget
+        if settings.visualize_memory_budget_pareto:
+            folder = Path(config.job.dump_folder, "memory_budget_pareto")
+            folder.mkdir(parents=True, exist_ok=True)
+            functorch_config.memory_budget_pareto_dir = str(folder)
+            functorch_config.visualize_memory_budget_pareto = True
+        return
+    layers: Any = model.layers
+    for number, block in list(layers.items()):
+        options: dict[str, Any] = {}
+        if settings.mode == "selective" and settings.selective_ac_option == "op":
+            shapes = _recomputed_shapes(
+                block, f"layers.{number}", settings.per_op_sac_force_recompute_mm_shapes_by_fqns
+            )
+            options["context_fn"] = partial(_selective_contexts, saved_operations(), shapes)
+        elif settings.mode == "selective":
+            every = max(int(settings.selective_ac_option), 1)
+            if (int(number) + 1) % every:
+                continue
+        layers[number] = checkpoint_wrapper(
+            block,
+            preserve_rng_state=settings.preserve_rng_state,
+            determinism_check=settings.determinism_check,
+            early_stop=settings.early_stop,
+            debug=settings.debug,
+            **options,
+        )
+    logger.info(f"Activation checkpointing: {settings.mode}")
+
+
+def _ignore_profiler_marks() -> None:
+    """In selective recomputation FSDP's hooks record other profiler marks than in the forward pass,
+    which torch refuses unless told to ignore them.
+    """
+    ops = torch.ops.profiler
+    torch.utils.checkpoint.SAC_IGNORED_OPS |= {
+        ops._record_function_enter_new.default,
+        ops._record_function_exit.default,
+        ops._record_function_exit._RecordFunction,
+    }
+
+
+def _recomputed_shapes(block: nn.Module, prefix: str, names: list[str]) -> set[torch.Size]:
+    """Returns the transposed weights' shapes of the linear layers that contain one of the names."""
+    shapes = set()
+    for name, module in block.named_modules():
+        if any(part in f"{prefix}.{name}" for part in names):
+            if not isinstance(module, nn.Linear):
+                raise ValueError(
+                    "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns must name "
+                    f"linear layers, got {prefix}.{name}, a {type(module).__name__}."
+                )
+            shapes.add(torch.Size(reversed(module.weight.shape)))
+    return shapes
+
+
+def _selective_contexts(saved: set[Any], recomputed: set[torch.Size]) -> Any:
+    counts = Counter[bool]()
+
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if op == _to_copy and args[0].is_cuda and str(kwargs.get("device")) == "cpu":
+            return CheckpointPolicy.MUST_SAVE  # the host would wait a second time
+        is_saved = op in saved
+        if op == _mm:
+            if args[1].shape in recomputed:
+                return CheckpointPolicy.PREFER_RECOMPUTE
+            counts[ctx.is_recompute] += 1
+            is_saved = counts[ctx.is_recompute] % 2 == 1
+        return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return torch.utils.checkpoint.create_selective_checkpoint_contexts(policy)
