@@ -163,7 +163,7 @@ class Trained:
         self.model = spec.parallelize_fn(model, dims, config).to_empty(device=self.device)
         with torch.no_grad():
             self.model.init_weights(buffer_device=None)
-        self.optimizers = build_optimizers([self.model], config.optimizer, dims)
+        self.optimizers = build_optimizers([self.model], config.optimizer)
         self.clipper = GradientClipper([self.model], dims, config.training.max_norm)
         self.runner = whole_model_runner(self.model, config)
         self.rows = _make_rows(shape["vocab_size"], num_rows, seq).to(self.device)

@@ -5,7 +5,6 @@
 
 from collections import Counter
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -47,31 +46,25 @@ def apply_checkpointing(model: nn.Module, config: JobConfig) -> None:
     _ignore_profiler_marks()
     if settings.mode == "memory_budget":
         functorch_config.activation_memory_budget = settings.memory_budget
-        if settings.visualize_memory_budget_pareto:
-            folder = Path(config.job.dump_folder, "memory_budget_pareto")
-            folder.mkdir(parents=True, exist_ok=True)
-            functorch_config.memory_budget_pareto_dir = str(folder)
-            functorch_config.visualize_memory_budget_pareto = True
         return
     layers: Any = model.layers
     for number, block in list(layers.items()):
         options: dict[str, Any] = {}
         if settings.mode == "selective" and settings.selective_ac_option == "op":
-            shapes = _recomputed_shapes(
-                block, f"layers.{number}", settings.per_op_sac_force_recompute_mm_shapes_by_fqns
-            )
+            # A router's product is small, and would change which of the others are kept.
+            shapes = {
+                torch.Size(reversed(module.weight.shape))
+                for name, module in block.named_modules()
+                if name.endswith("router.gate") and isinstance(module, nn.Linear)
+            }
             options["context_fn"] = partial(_selective_contexts, saved_operations(), shapes)
         elif settings.mode == "selective":
             every = max(int(settings.selective_ac_option), 1)
             if (int(number) + 1) % every:
                 continue
+        keeps_rng = settings.preserve_rng_state
         layers[number] = checkpoint_wrapper(
-            block,
-            preserve_rng_state=settings.preserve_rng_state,
-            determinism_check=settings.determinism_check,
-            early_stop=settings.early_stop,
-            debug=settings.debug,
-            **options,
+            block, preserve_rng_state=keeps_rng, early_stop=False, **options
         )
     logger.info(f"Activation checkpointing: {settings.mode}")
 
@@ -86,20 +79,6 @@ def _ignore_profiler_marks() -> None:
         ops._record_function_exit.default,
         ops._record_function_exit._RecordFunction,
     }
-
-
-def _recomputed_shapes(block: nn.Module, prefix: str, names: list[str]) -> set[torch.Size]:
-    """Returns the transposed weights' shapes of the linear layers that contain one of the names."""
-    shapes = set()
-    for name, module in block.named_modules():
-        if any(part in f"{prefix}.{name}" for part in names):
-            if not isinstance(module, nn.Linear):
-                raise ValueError(
-                    "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns must name "
-                    f"linear layers, got {prefix}.{name}, a {type(module).__name__}."
-                )
-            shapes.add(torch.Size(reversed(module.weight.shape)))
-    return shapes
 
 
 def _selective_contexts(saved: set[Any], recomputed: set[torch.Size]) -> Any:

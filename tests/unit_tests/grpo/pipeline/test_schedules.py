@@ -6,7 +6,6 @@
 import pytest
 
 from torchtitan.grpo.config.frame import Parallelism
-from torchtitan.grpo.pipeline.build import _PLACED_LIKE
 from torchtitan.grpo.pipeline.schedules import LAYER_SCHEDULES, SCHEDULES
 from torchtitan.grpo.pipeline.stages import ends_one_at_a_time, num_stages, schedule_of, stage_ranks
 from torchtitan.grpo.pipeline.tables.actions import Costs, Table
@@ -40,9 +39,6 @@ def test_a_table_exists_for_every_number_of_microbatches(name, degree):
 def test_stages_lie_where_the_table_expects_them_and_a_zero_bubble_one_splits_passes(name, degree):
     total = num_stages(settings_of(name, degree), num_layers=64)
     assert table_of(name, degree, 8).ranks == tuple(stage_ranks(settings_of(name, degree), total))
-    # Upstream splits the model by the name of a schedule with the same placement.
-    like = SCHEDULES[_PLACED_LIKE[SCHEDULES[name].placement]]
-    assert like.placement == SCHEDULES[name].placement
     kinds = {action.kind for actions in table_of(name, degree, 8).actions for action in actions}
     assert kinds == (set("FIW") if SCHEDULES[name].is_zero_bubble else set("FB"))
 
