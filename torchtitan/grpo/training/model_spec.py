@@ -59,7 +59,7 @@ def hf_train_spec(
         build_optimizers_fn=build_optimizers,  # pyright: ignore[reportArgumentType]
         build_lr_schedulers_fn=partial(build_lr_schedulers, num_steps=schedule_steps),
         # Rollouts are the data, and their text is never tokenized again.
-        build_dataloader_fn=None,
+        build_dataloader_fn=None,  # pyright: ignore[reportArgumentType]
         build_tokenizer_fn=None,
         build_validator_fn=None,
         build_metrics_processor_fn=GRPOMetricsProcessor,
@@ -229,7 +229,8 @@ def build_without_memory(
     config: JobConfig, model: HFModel
 ) -> tuple[nn.Module, Callable[[str], BaseStateDictAdapter]]:
     """Returns the model on the meta device, whose arguments it changes, and a maker of adapters."""
-    spec, args = hf_train_spec(model, config, config.training.steps), model.model_args
+    spec = hf_train_spec(model, config, config.training.steps)
+    args: Any = model.model_args
     args.update_from_config(config)
     with torch.device("meta"):
         built = spec.model_cls(args)
