@@ -1,7 +1,7 @@
 """Stands for torch's attention over sequences of several lengths, whose kernel needs a GPU."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ def _scores(
     k: torch.Tensor,
     cu_seq_q: torch.Tensor,
     cu_seq_k: torch.Tensor,
-    is_causal: bool,
+    window_size: Sequence[int],
     scale: float | None,
     mend: Callable[[torch.Tensor], torch.Tensor] = lambda sees: sees,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -31,9 +31,11 @@ def _scores(
     borders = (cu_seq_q, cu_seq_k)
     ids = [torch.searchsorted(b, p, right=True) for b, p in zip(borders, places, strict=True)]
     sees = ids[0][:, None] == ids[1][None]
-    if is_causal:
-        within = [p - b[i - 1] for p, b, i in zip(places, borders, ids, strict=True)]
-        sees = sees & (within[1][None] <= within[0][:, None])
+    within = [p - b[i - 1] for p, b, i in zip(places, borders, ids, strict=True)]
+    behind = within[0][:, None] - within[1][None]
+    left, right = window_size
+    sees = sees & (behind >= 0) if right == 0 else sees
+    sees = sees & (behind <= left) if left >= 0 else sees
     k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     scores = torch.einsum("qhd,khd->hqk", q.double(), k.double()) * scale
@@ -60,9 +62,10 @@ def dense_varlen(
     ``mend`` changes the mask, [queries, keys] bool, for a kernel that errs.
     Queries beyond ``max_q``, and those that see a key beyond ``max_k``, become NaN.
     """
-    assert window_size in ((-1, 0), (-1, -1)) and cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
+    assert window_size[1] == 0 or window_size == (-1, -1)
+    assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
     assert enable_gqa or q.shape[1] == k.shape[1]
-    scores, ids = _scores(q, k, cu_seq_q, cu_seq_k, window_size == (-1, 0), scale, mend)
+    scores, ids = _scores(q, k, cu_seq_q, cu_seq_k, window_size, scale, mend)
     lse = scores.logsumexp(-1)
     values = v.double().repeat_interleave(q.shape[1] // v.shape[1], dim=1)
     out = torch.einsum("hqk,khd->qhd", (scores - lse[..., None]).exp(), values).to(q.dtype)
@@ -92,7 +95,7 @@ def dense_varlen_backward(
     """Computes, in float64, what the kernel computes from the output and its log-sum-exp."""
     assert window_size == [-1, 0 if is_causal else -1]
     assert lse.shape == (q.shape[1], len(q)) and lse.is_contiguous()
-    scores, _ = _scores(q, k, cu_seq_q, cu_seq_k, is_causal, scale)
+    scores, _ = _scores(q, k, cu_seq_q, cu_seq_k, window_size, scale)
     p, groups = (scores - lse[..., None]).exp(), q.shape[1] // k.shape[1]
     one_each = [t.double().repeat_interleave(groups, dim=1) for t in (k, v)]
     delta = (grad.double() * out.double()).sum(-1).t()

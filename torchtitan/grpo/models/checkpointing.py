@@ -18,6 +18,7 @@ from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.system.logs import logger
 
 _mm, _to_copy = torch.ops.aten.mm.default, torch.ops.aten._to_copy.default
+_higher_order: Any = torch._higher_order_ops  # pyright: ignore[reportAttributeAccessIssue]
 _ATTENTION = ("flash_attention", "efficient_attention", "cudnn_attention",
               "flash_attention_for_cpu", "fused_attention_overrideable")  # fmt: skip
 
@@ -30,8 +31,8 @@ def saved_operations() -> set[Any]:
         *(getattr(aten, f"_scaled_dot_product_{name}").default for name in _ATTENTION),
         torch.ops.torch_attn._varlen_attn.default,
         ours.attend_to_tree.default,
-        torch._higher_order_ops.flex_attention,
-        torch._higher_order_ops.inductor_compiled_code,
+        _higher_order.flex_attention,
+        _higher_order.inductor_compiled_code,
         torch.ops._c10d_functional.reduce_scatter_tensor.default,
     }
 

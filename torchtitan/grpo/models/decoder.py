@@ -133,7 +133,8 @@ class Decoder(nn.Module):
     ) -> torch.Tensor:
         """Maps tokens, or hidden states on later stages; ``masks`` are those of the kinds of layers."""
         h = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
-        rotary = self.rope_cache[positions].unsqueeze(2).to(h.dtype)
+        like = h if isinstance(h, torch.Tensor) else h[-1]  # Helix's parts get several tensors
+        rotary = self.rope_cache[positions].unsqueeze(2).to(like.dtype)
         for number, block in self.layers.items():
             h = block(h, rotary, masks[self.model_args.layers.order[int(number)]])
         h = h if self.norm is None else self.norm(h)

@@ -102,14 +102,12 @@ def _of_experts(block: Any, dims: ParallelDims, mesh: DeviceMesh) -> dict[str, A
 
 def _prefetch(model: PackedModel, blocks: list[Any]) -> None:
     """Tells FSDP2 the order of groups, which it learns too late where the host waits for experts."""
-    groups = [[b, b.moe.experts] if b.moe is not None else [b] for b in blocks]
-    first, last = model.tok_embeddings, _ends(model)
-    forward = ([[first]] if isinstance(first, FSDPModule) else []) + groups
-    for group, after in pairwise([*forward, last] if last else forward):
+    groups: list[list[Any]] = [[b, b.moe.experts] if b.moe is not None else [b] for b in blocks]
+    last: list[Any] = _ends(model)
+    first: list[Any] = [m for m in [model.tok_embeddings] if isinstance(m, FSDPModule)]
+    for group, after in pairwise(group for group in [first, *groups, last] if group):
         group[0].set_modules_to_forward_prefetch(after)
-    backward = [last[-1:]] if last else []
-    backward += groups[::-1] + ([[first]] if isinstance(first, FSDPModule) else [])
-    for group, after in pairwise(backward):
+    for group, after in pairwise(group for group in [last[-1:], *groups[::-1], first] if group):
         group[0].set_modules_to_backward_prefetch(after)
 
 

@@ -25,8 +25,9 @@ class DecoderAdapter(BaseStateDictAdapter):
     output = OUTPUT
     fqn_to_index_mapping = None
 
-    def __init__(self, model_args: DecoderArgs, hf_assets_path: str | None) -> None:
-        self.model_args, self.hf_assets_path = model_args, hf_assets_path
+    def __init__(self, model_args: Any, hf_assets_path: str | None) -> None:
+        self.model_args: DecoderArgs = model_args
+        self.hf_assets_path = hf_assets_path
 
     @cached_property
     def _ends(self) -> dict[str, str]:

@@ -207,7 +207,8 @@ def build_without_memory(
     config: JobConfig, model: HFModel
 ) -> tuple[nn.Module, Callable[[str], BaseStateDictAdapter]]:
     """Returns the model on the meta device, whose arguments it changes, and a maker of adapters."""
-    spec, args = hf_train_spec(model, config, config.training.steps), model.model_args
+    spec = hf_train_spec(model, config, config.training.steps)
+    args: Any = model.model_args
     args.update_from_config(config)
     with torch.device("meta"):
         built = spec.model_cls(args)

@@ -149,10 +149,10 @@ def kernel(monkeypatch) -> Iterator[Callable[..., None]]:
     def use(function: Callable[..., Any], backward: Callable[..., Any] = dense_varlen_backward):
         monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", function)
         monkeypatch.setattr(tree_attention, "_backward_kernel", lambda: backward)
-        packed_attention._causal_varlen_attn.cache_clear()
+        packed_attention._varlen_attn.cache_clear()
 
     yield use
-    packed_attention._causal_varlen_attn.cache_clear()
+    packed_attention._varlen_attn.cache_clear()
 
 
 def see_one_more(mask: torch.Tensor) -> torch.Tensor:
@@ -188,7 +188,7 @@ def kept(out, lse, _):
 def test_wrong_numbers_are_a_failure(kernel, wrong, failure):
     kernel(dense_varlen)
     assert failure_of("varlen", CPU, torch.bfloat16, 64) is None
-    packed_attention._causal_varlen_attn.cache_clear()
+    packed_attention._varlen_attn.cache_clear()
     kernel(wrong)
     assert failure in str(failure_of("varlen", CPU, torch.bfloat16, 64))
 

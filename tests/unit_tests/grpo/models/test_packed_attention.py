@@ -44,9 +44,9 @@ def varlen(monkeypatch) -> Iterator[None]:
     """Lets :func:`dense_varlen` stand for torch's function, which needs a GPU."""
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", dense_varlen)
     monkeypatch.setattr(tree_attention, "_backward_kernel", lambda: dense_varlen_backward)
-    packed_attention._causal_varlen_attn.cache_clear()
+    packed_attention._varlen_attn.cache_clear()
     yield
-    packed_attention._causal_varlen_attn.cache_clear()
+    packed_attention._varlen_attn.cache_clear()
 
 
 def visible(reach: torch.Tensor) -> torch.Tensor:

@@ -170,7 +170,7 @@ class GatedFeedForward:
         return (
             linear("feed_forward.w1", "mlp.gate_proj", up, 0),
             linear("feed_forward.w3", "mlp.up_proj", up, 0),
-            linear("feed_forward.w2", "mlp.down_proj", up[::-1], 1),
+            linear("feed_forward.w2", "mlp.down_proj", (self.dim, self.hidden), 1),
         )
 
     @property
