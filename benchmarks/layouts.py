@@ -44,10 +44,8 @@ class Layout:
             "parts": "rollout.stream_parts",
             "advantage": "grpo.advantage",
             "max_k3": "grpo.mismatch_max_k3",
-            "normalize": "grpo.mismatch_normalize",
             "off_policy": "grpo.off_policy_mask_threshold",
             "estimator": "grpo.kl_estimator",
-            "importance": "grpo.kl_importance",
             "optimizer": "optimizer.name",
             "muon_dtype": "optimizer.muon_dtype",
             "separate": "prompts.no-share-contexts",
@@ -68,10 +66,10 @@ SEPARATE = {"separate": True}
 WITH_MUON = "one process, Muon"
 MUON = {"optimizer": "Muon", "muon_dtype": "float32"}  # takes the place of AdamW in the last column
 REJECTION = "one process, rejection"
-# These settings reject some sequences and mask others. The mean weight is taken over all ranks.
+# These settings reject some sequences and mask others.
 REJECTED = {
-    "minibatches": 2, "advantage": "leave_one_out_norm", "max_k3": 0.9, "normalize": True, "off_policy": 0.3,
-    "estimator": "k3_straight", "importance": True,
+    "minibatches": 2, "advantage": "leave_one_out_norm", "max_k3": 0.9, "off_policy": 0.3,
+    "estimator": "k3_straight",
 }  # fmt: skip
 PPO = "one process, critic"
 # The critic is another model with a head, and learns in four updates a batch, as the policy does.

@@ -118,10 +118,7 @@ class Bandit:
     def _learn(self, actions: np.ndarray, rewards: np.ndarray, groups: np.ndarray) -> None:
         config, shares = self._config, self.shares
         assert config.advantage != "gae"
-        advantages = compute_advantages(
-            rewards, groups, np.full(len(rewards), 2), kind=config.advantage,
-            std=config.advantage_std, eps=config.advantage_eps, length_power=0.0,
-        )  # fmt: skip
+        advantages = compute_advantages(rewards, groups, kind=config.advantage)
         gradient = advantages @ (np.eye(len(shares))[actions] - shares)
         self._logits = self._logits + self._rate * gradient / len(rewards)
 

@@ -130,11 +130,7 @@ class Learner:
         advantages = compute_advantages(
             self._random.integers(0, 2, count).astype(np.float64),
             np.repeat(np.arange(GROUPS), GROUP_SIZE),
-            np.full(count, COMPLETION_TOKENS),
             kind=config.advantage,
-            std=config.advantage_std,
-            eps=config.advantage_eps,
-            length_power=config.advantage_length_power,
         )
         return rows.with_advantages(advantages)
 

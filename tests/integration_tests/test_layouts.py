@@ -52,7 +52,7 @@ def test_a_replay_repeats_a_run_bit_by_bit_and_shows_a_numeric_change(make_run, 
     live = make_run(*SMALL, f"--rollout.record={record}", num_ranks=1, name="live").succeed()
     replay, changed = (
         make_run(*SMALL, f"--rollout.replay={record}", *more, num_ranks=1, name=name).succeed()
-        for name, more in {"same": (), "changed": ("--grpo.advantage_eps=1.1e-4",)}.items()
+        for name, more in {"same": (), "changed": ("--optimizer.eps=1.1e-8",)}.items()
     )
     learning = ("loss/total", "loss/policy", "grad_norm", "policy/entropy", "mismatch/kl")
     for mine, theirs in zip(replay.metrics, live.metrics, strict=True):

@@ -15,7 +15,7 @@ ARGUMENTS = (
     "--evaluation.num_prompts=4", "--inference.control_timeout_seconds=5",
     "--weight_sync.timeout_seconds=10", "--rollout.request_timeout_seconds=10",
     "--checkpoint.enable", "--checkpoint.interval=1000",
-    "--observe.stuck_seconds=10", "--guards.servers_lost=stop", "--guards.servers_lost_seconds=60",
+    "--observe.stuck_seconds=10", "--guards.servers_lost=stop",
 )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from torchtitan.grpo.models.decoder import is_tied
 from torchtitan.grpo.models.hf_config import HFModel, read_hf_model
 from torchtitan.grpo.models.hf_weights import load_hf_weights
 from torchtitan.grpo.models.parallelize import parallelize
+from torchtitan.grpo.pipeline import auto
 from torchtitan.grpo.pipeline.auto import resolve_schedule
 from torchtitan.grpo.pipeline.build import split_model
 from torchtitan.grpo.pipeline.lean_stage import LeanStage
@@ -92,7 +93,7 @@ def build_stages(
     for name, value in (lora or {}).items():
         setattr(config.lora, name, value)
     config.parallelism.pipeline_parallel_schedule = schedule
-    config.grpo.pipeline_microbatches = microbatches
+    auto.assumed_microbatches = lambda num_ranks: microbatches or 4 * num_ranks
     config.parallelism.pipeline_parallel_layers_per_stage = layers_per_stage
     config.parallelism.pipeline_parallel_first_stage_less_layers = edge_layers
     config.parallelism.pipeline_parallel_last_stage_less_layers = edge_layers

@@ -10,7 +10,7 @@ from build_model import build
 from torchtitan.grpo.models.shards import named_parameters
 from torchtitan.grpo.weight_sync.gather import agree_on_push
 from torchtitan.grpo.weight_sync.leader import max_alive
-from torchtitan.grpo.weight_sync.memory_plan import memory_of, predict_memory, wire_dtype
+from torchtitan.grpo.weight_sync.memory_plan import NUM_SLOTS, memory_of, predict_memory, wire_dtype
 from torchtitan.grpo.weight_sync.slot_layout import SnapshotSlots
 
 NUM_SERVERS = 2
@@ -59,7 +59,7 @@ def main(arguments):
     )
     held = max_alive(sync, NUM_SERVERS)
     before = held_bytes()
-    slots = SnapshotSlots(plan, sync.num_slots + held)
+    slots = SnapshotSlots(plan, NUM_SLOTS + held)
     counted = held_bytes() - before
     assert len(slots.shards) == predicted.num_slots
     return {

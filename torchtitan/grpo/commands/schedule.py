@@ -84,8 +84,7 @@ def show_schedules(config: JobConfig, given: argparse.Namespace) -> None:
     """Prints the configured schedule over time, and all schedules in a table."""
     settings = config.parallelism
     num_ranks = settings.pipeline_parallel_degree
-    configured = given.microbatches or config.grpo.pipeline_microbatches
-    num_microbatches = assumed_microbatches(configured, num_ranks)
+    num_microbatches = given.microbatches or assumed_microbatches(num_ranks)
     times = tuple(given.times or assumed_times(config))
     tried = try_all(num_ranks, num_microbatches, times, given.hop)
     recomputes = config.activation_checkpoint.mode == "full"

@@ -18,8 +18,8 @@ class Agent:
     """
 
     command: list[str] = field(default_factory=list)
-    """Program and arguments of an agent, of which one process is started for each episode. It reads
-    the prompt's row as JSON from its standard input. If the last line of its output is a number, or
+    """Program and arguments of an agent, of which one process is started for each episode. At most one for
+    each core starts at the same time, until its first request or for 30 s. It reads the prompt's row as JSON from its standard input. If the last line of its output is a number, or
     a JSON object with ``reward``, this is the episode's reward (``reward.functions = ["agent"]``)."""
 
     function: str | None = None
@@ -33,10 +33,6 @@ class Agent:
 
     workers: Annotated[int, at_least(1)] = 1
     """Number of processes that run ``function``. Each process runs many episodes at the same time."""
-
-    max_starting: Annotated[int, at_least(0)] = 0
-    """Number of processes of ``command`` that start at the same time, each until its first request or
-    for 30 s. With 0, it is the number of cores."""
 
     timeout_seconds: Annotated[float, above(0)] = 300.0
     """Maximum time that an episode takes from its first request on, not counting the time in which it

@@ -37,14 +37,6 @@ class Critic:
     """Lambda of the policy's advantages. With 1, the advantage is the reward to come minus the
     value; with 0, it is the error of the value one decision ahead."""
 
-    length_adaptive_alpha: Annotated[float, above(0).or_value(0, "gae_lambda for all")] = 0.0
-    """Alpha of VAPO's length-adaptive lambda: advantages of a sequence with n decisions are computed
-    with a lambda of ``1 - 1 / (alpha * n)``, or 0 if that is negative. VAPO uses 0.05."""
-
-    target_lambda: Annotated[float, at_least(0).at_most(1)] = 1.0
-    """Lambda of the critic's targets (decoupled GAE). With 1, they are the discounted rewards to
-    come, which do not depend on the critic's own values."""
-
     whiten: bool = True
     """Shift and scale the advantages of a batch to a mean of 0 and a variance of 1 over its trained
     tokens, on all ranks together. Cannot be combined with ``rollout.stream``."""

@@ -52,18 +52,11 @@ class EvaluationSet:
 
     pass_at: list[int] = field(default_factory=list)
     """Values of k for which pass@k is estimated, each at least 1 and at most ``num_samples``.
-    pass@k is the probability that at least one of k completions passes."""
-
-    pass_score: float = 1.0
-    """Minimum score with which a completion passes."""
+    pass@k is the probability that at least one of k completions passes: that its score is at least 1."""
 
     environment: str | None = None
     """Name of the table in ``[environments]`` with whose prompt form, turns and agent the set is
     evaluated. Required with ``[environments]``, and not used without them."""
-
-    kept_samples: Annotated[int, at_least(0)] = 8
-    """Number of prompts, counted from the beginning of the set, for which each evaluation writes
-    all completions to ``evaluation_samples.jsonl``."""
 
 
 @dataclass
@@ -72,7 +65,7 @@ class Evaluation(EvaluationSet):
 
     sets: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Several sets instead of ``path``, as tables ``[evaluation.sets.NAME]``. Each table has a
-    ``path`` and may contain any other key from ``path`` to ``kept_samples``; for keys that it does
+    ``path`` and may contain any other key from ``path`` to ``environment``; for keys that it does
     not contain, the value of ``[evaluation]`` is used."""
 
     interval: Annotated[int, at_least(1).or_value(0, "only at the start and the end")] = 0

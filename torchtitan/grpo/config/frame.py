@@ -128,9 +128,6 @@ class Optimizer:
     ``optimizer.lr`` remains the learning rate of AdamW, which ``name = "Muon"`` uses for all
     parameters that are not matrices. All ``muon_...`` settings require ``name = "Muon"``."""
 
-    muon_momentum: Annotated[float, at_least(0).below(1)] = 0.95
-    """Momentum coefficient of Muon. The default is that of torch and of the Muon post."""
-
     muon_adjust_lr: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
     """How Muon's learning rate depends on the shape of a matrix. ``match_rms_adamw`` (Moonlight)
     makes updates about as large as those of AdamW, so that AdamW's learning rate can be used.

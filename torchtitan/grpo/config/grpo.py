@@ -48,30 +48,11 @@ class GRPO:
     ``max_rl`` (MaxRL), which needs rewards of at least 0, or ``gae`` (PPO), for each token with the
     values of a critic, ``[critic]``. docs/losses.md has the formulas."""
 
-    advantage_std: Literal["sample", "population"] = "sample"
-    """Whether the variance of N rewards is divided by N - 1 (``sample``) or by N
-    (``population``)."""
-
-    advantage_eps: Annotated[float, above(0)] = 1e-4
-    """Number that is added to the divisor of the advantage: the standard deviation, or the mean in
-    ``max_rl``."""
-
-    advantage_length_power: Annotated[float, at_least(0)] = 0.0
-    """Advantages are multiplied by ``(mean completion length / completion length) ** power``. With
-    0, they are not changed. With 1, all completions have the same weight under ``aggregation =
-    "token_mean"``, regardless of their length."""
-
     filter_zero_advantage: bool = False
     """Leave out groups in which all rewards are equal. Such groups have no gradient, but they would
     still count in the mean over tokens. The batch then has fewer groups;
     ``rollout.dynamic_sampling`` replaces them instead. This setting cannot be combined with a KL
     penalty in the reward (``kl_in``), which makes the rewards of such a group differ."""
-
-    reward_positive_scale: Annotated[float, at_least(0)] = 1.0
-    """Factor by which rewards above 0 are multiplied."""
-
-    reward_negative_scale: Annotated[float, at_least(0)] = 1.0
-    """Factor by which rewards below 0 are multiplied."""
 
     overlong_buffer: Annotated[int, at_least(1).or_value(0, "no penalty")] = 0
     """Length of the interval of DAPO's soft overlong penalty, in tokens. Over the last
@@ -101,32 +82,16 @@ class GRPO:
     = "gmpo"`` clips the logarithm of the ratio, at ``clip_high`` if the advantage is positive and
     at ``-clip_low`` otherwise; its paper uses 0.4 for both."""
 
-    sapo_temperature: Annotated[float, above(0)] = 1.0
-    """Temperature of the gate of ``policy_loss = "sapo"`` for positive advantages. The higher it
-    is, the faster the gradient of a token vanishes as its ratio moves away from 1."""
-
-    sapo_temperature_negative: Annotated[float, above(0)] = 1.05
-    """Temperature of the gate of ``policy_loss = "sapo"`` for advantages that are not positive. The
-    paper uses a higher value than for positive ones, because negative advantages make training less
-    stable."""
-
     dual_clip: Annotated[float, above(1).or_value(0, "off")] = 0.0
     """Bound of dual-clip PPO: the loss of a token with a negative advantage A is at most
     ``-dual_clip * A``, however large its ratio is. Used with ``policy_loss = "clip"`` and
     ``policy_loss = "gspo"``."""
 
-    cispo_two_sided: bool = False
-    """Also clip the weight of ``policy_loss = "cispo"`` from below, at ``1 - clip_low``. The paper
-    only clips it from above."""
-
     aggregation: Literal["token_mean", "sequence_mean", "constant_length"] = "token_mean"
     """How token losses are aggregated. ``token_mean`` is the mean over all trained tokens of the
     global batch. ``sequence_mean`` is the mean over sequences of each sequence's mean over its
     tokens. ``constant_length`` (Dr.GRPO) divides each sequence's sum over its tokens by
-    ``aggregation_length`` and takes the mean over sequences."""
-
-    aggregation_length: Annotated[int, at_least(1).or_value(0, "rollout.max_new_tokens")] = 0
-    """Divisor, in tokens, of ``aggregation = "constant_length"``."""
+    ``rollout.max_new_tokens`` and takes the mean over sequences."""
 
     old_policy: Literal["step_start", "sampling"] = "step_start"
     """Policy in the denominator of the ratio. ``step_start`` (decoupled PPO) is the policy before
@@ -156,31 +121,11 @@ class GRPO:
     """Leave out each sequence that has a trained token whose importance ratio is below this value.
     A value of 1e-4 finds tokens that the trainer's policy would almost never sample."""
 
-    mismatch_max_k1: Annotated[float, above(0).or_value(0, "off")] = 0.0
-    """Leave out each sequence whose mean log importance ratio over its trained tokens differs from
-    0 by more than this value, in nats per token. All ``mismatch_max_...`` bounds can be combined
-    with any ``mismatch_correction``. With ``old_policy = "sampling"``, they are applied to the
-    current policy."""
-
     mismatch_max_k3: Annotated[float, above(0).or_value(0, "off")] = 0.0
     """Leave out each sequence whose mean ``k3`` estimate of the KL divergence between the
     sampling-time policy and the trainer's policy, over its trained tokens, is above this value, in
-    nats per token. Unlike in ``mismatch_max_k1``, differences of opposite sign do not cancel."""
-
-    mismatch_max_tv: Annotated[float, above(0).or_value(0, "off")] = 0.0
-    """Leave out each sequence whose estimated total variation distance between the sampling-time
-    policy and the trainer's policy is above this value. The estimate is half the mean of
-    |importance ratio - 1| over its trained tokens."""
-
-    mismatch_max_ratio: Annotated[float, above(1).or_value(0, "off")] = 0.0
-    """Leave out each sequence that has a trained token whose importance ratio is above this value,
-    or below its reciprocal."""
-
-    mismatch_normalize: bool = False
-    """Divide the weights of ``mismatch_correction`` by their mean over all kept trained tokens of
-    all ranks, so that they no longer change the size of an optimizer step. The trainer then
-    computes the log-probabilities of the old policy in an additional forward pass. Cannot be
-    combined with ``rollout.stream``."""
+    nats per token. It can be combined with any ``mismatch_correction``. With
+    ``old_policy = "sampling"``, it is applied to the current policy."""
 
     off_policy_mask_threshold: Annotated[float, above(0).or_value(0, "off")] = 0.0
     """Leave out each sequence with a negative advantage that has become unlikely under the current
@@ -195,12 +140,6 @@ class GRPO:
     """Estimator of the KL divergence from sampled tokens; docs/losses.md has the formulas.
     ``k1_straight`` and ``k3_straight`` have the value of ``k1`` and ``k3``; as a loss, they have
     the gradient of ``k2``, which is that of the KL divergence."""
-
-    kl_importance: bool = False
-    """Multiply the KL estimate of each token in the loss by the ratio of the policy to the old
-    policy (``old_policy``). The expected gradient is then that of the KL divergence even for tokens
-    that an older policy sampled. Cannot be combined with ``kl_estimator = "abs"``, which is not an
-    estimator of the KL divergence. Used with ``kl_in = "loss"``."""
 
     kl_in: Literal["loss", "reward"] = "loss"
     """Where the KL penalty is applied: as a term of the loss, or subtracted from the reward of each
@@ -220,11 +159,6 @@ class GRPO:
 
     entropy_coef: Annotated[float, at_least(0)] = 0.0
     """Weight of the entropy bonus in the loss."""
-
-    log_entropy: bool = True
-    """Compute the mean entropy of the policy for the metrics even if ``entropy_coef`` is 0. On a GPU
-    the entropy comes from the same pass over the logits as the log-probabilities; on a CPU it costs
-    one more pass."""
 
     ptx_path: str | None = None
     """A ``.jsonl`` file with supervised examples that are mixed into each batch. Each row has a
@@ -254,13 +188,6 @@ class GRPO:
     """Upper bound of the activations that ``parallelism.pipeline_parallel_schedule = "auto"`` may
     hold, relative to those of 1F1B; docs/schedules.md shows what each schedule holds. If no
     schedule stays within the bound, the one that holds the fewest activations is used."""
-
-    pipeline_microbatches: Annotated[
-        int, at_least(1).or_value(0, "four for each pipeline rank")
-    ] = 0
-    """Number of microbatches per optimizer step and pipeline that
-    ``parallelism.pipeline_parallel_schedule = "auto"`` assumes for its choice. The actual number in
-    a step depends on the lengths of the completions."""
 
     recompute_early_blocks: Annotated[int, at_least(0).or_value(-1, "all")] = 1
     """Number of checkpointed blocks of a pipeline stage, counted from its last block, that are

@@ -59,10 +59,6 @@ class Inference:
     ``grpo.async_weight_update = true`` and no ``rollout.stream``. ``optimizer.offload_while_lent``
     and ``grpo.ref_model_offload`` leave more memory to the servers."""
 
-    lend_max_late: Annotated[float, at_least(0).at_most(1)] = 0.05
-    """Share of the time of training steps by which lending may delay them, where other servers would
-    have delivered the batches without it. Without other servers, it has no effect."""
-
     sleep_timeout_seconds: Annotated[float, above(0)] = 30.0
     """Maximum time until a lent server sleeps when the ranks need their devices, and after which one that
     was lost while it generated is given up as soon as another attempt to reach it fails. The server is

@@ -76,12 +76,9 @@ class Guards:
     weights, and such a divergence means that logprobs are wrong."""
 
     grad_norm: Action = "warn"
-    """What happens if the gradient explodes: its norm is above ``grad_norm_limit``, or above both
+    """What happens if the gradient explodes: its norm is above both
     ``training.max_norm`` and ``grad_norm_factor`` times its running median. The norm of a critic's
-    gradient is compared with a running median of its own, and not with the limit."""
-
-    grad_norm_limit: Annotated[float, above(0).or_value(0, "off")] = 0.0
-    """Gradient norm, before clipping, above which ``grad_norm`` acts."""
+    gradient is compared with a running median of its own."""
 
     grad_norm_factor: Annotated[float, above(1).or_value(0, "off")] = 20.0
     """``grad_norm`` acts if the gradient norm is above this many times the median of the last
@@ -93,7 +90,7 @@ class Guards:
 
     entropy: Action = "warn"
     """What happens if the policy's mean entropy is below ``entropy_floor``, which means that the
-    policy has stopped exploring. Needs the entropy; see ``grpo.log_entropy``."""
+    policy has stopped exploring."""
 
     entropy_floor: Annotated[float, at_least(0)] = 1e-3
     """Mean entropy, in nats per trained token, below which ``entropy`` acts."""
@@ -111,21 +108,11 @@ class Guards:
     mismatch_kl_limit: Annotated[float, above(0)] = 0.5
     """Divergence, in nats per trained token, above which ``mismatch_kl`` acts."""
 
-    reference_kl: Action = "warn"
-    """What happens if ``loss/reference_kl``, the divergence from the reference model, is above
-    ``reference_kl_limit``. Has no effect with ``grpo.kl_coef = 0``."""
-
-    reference_kl_limit: Annotated[float, above(0)] = 1.0
-    """Divergence, in nats per trained token, above which ``reference_kl`` acts."""
-
     servers_lost: Literal["stop", "warn", "off"] = "warn"
     """What happens if rank 0 waits for rollouts and no server has been able to accept requests for
-    ``servers_lost_seconds``. There is no optimizer step to skip in this case. Without ``stop``, the
+    60 s. There is no optimizer step to skip in this case. Without ``stop``, the
     run continues to wait for at most ``rollout.batch_timeout_seconds``, and then ends with an error
     and without another checkpoint."""
-
-    servers_lost_seconds: Annotated[float, above(0)] = 60.0
-    """Time without an available server after which ``servers_lost`` acts."""
 
     unscored: Literal["stop", "warn", "off"] = "warn"
     """What happens if more than ``unscored_limit`` of the completions since the last batch are left out
@@ -133,7 +120,3 @@ class Guards:
 
     unscored_limit: Annotated[float, at_least(0).at_most(1)] = 0.1
     """Fraction of completions (``rollout/unscored_fraction``) above which ``unscored`` acts."""
-
-    max_skipped_steps: Annotated[int, at_least(1)] = 10
-    """Number of optimizer steps skipped in a row after which the run ends, as with ``stop``,
-    because it no longer learns anything."""

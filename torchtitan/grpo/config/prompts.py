@@ -4,7 +4,7 @@
 """The ``[prompts]`` table: the training prompts."""
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from torchtitan.grpo.config.bounds import at_least
 
@@ -82,26 +82,15 @@ class Prompts:
 
     balance_batch: bool = True
     """Distribute a batch over the data-parallel ranks by cost (Karmarkar-Karp), then pack the
-    rollouts of each rank into rows. With False, the whole batch is packed first, and the rows are
+    rollouts of each rank into rows. The cost is the number of floating-point operations of the loaded
+    model, whose attention grows with the square of the sequence length. With False, the whole batch is packed first, and the rows are
     dealt to the ranks in snake order."""
-
-    balance_cost: Literal["tokens", "flops"] = "flops"
-    """Cost that ``balance_batch`` balances: the number of tokens, or the number of floating-point
-    operations of the loaded model, whose attention cost grows with the square of the sequence
-    length."""
 
     share_contexts: bool = True
     """Compute a prompt once for all completions of its group that stand in the same row, and the
     context with which rows of an episode begin. The numbers stay the same but for rounding. Rows of
     ``training.seq_len`` tokens must have room for a prompt and several completions; the metric
     ``time/shared_tokens_fraction`` shows what is saved. With False, each sequence has its own."""
-
-    row_bucket: Annotated[int, at_least(0)] = 0
-    """The number of rows on each rank is rounded up to a multiple of this many microbatches, so
-    that few different shapes occur. 0 means 1 in pipelines, and where shapes are compiled
-    (``compile.enable``, or ``flex`` as ``grpo.packed_attention``); elsewhere the last microbatch
-    of a step then has only as many rows as are needed. The metric ``data/padding_fraction``
-    shows the cost of rows that are padding."""
 
     def chat_settings(self) -> dict[str, Any]:
         """Returns the settings for chat messages; a system prompt that says nothing is None."""

@@ -248,9 +248,3 @@ class Workers:
     """Maximum address space of one worker, in GiB (RLIMIT_AS). Beyond it, Python raises MemoryError
     in the user's code. Reserved address space counts as well, so a worker that imports torch needs
     several GiB."""
-
-    max_cpu_seconds: Annotated[int, at_least(1).or_value(0, "no limit")] = 0
-    """Maximum total CPU time of one worker, in seconds (RLIMIT_CPU). A worker that exceeds it is
-    killed, and another worker takes its place. The group that it was scoring counts as unscored, or
-    is scored again if it was one of several (``reward.concurrency``); completions of an environment
-    begin again."""

@@ -70,10 +70,6 @@ class Teacher:
     rating is dropped. The time begins for each group when its rating is first requested. The group
     is counted as unrated, and is never trained on without its rating."""
 
-    max_unrated_groups: Annotated[int, at_least(1)] = 16
-    """The run ends with an error after this many groups in a row received no rating. Groups that
-    are still waiting are not counted."""
-
     api_key: str | None = None
     """Key of the teacher's servers. With None, it is read from the environment variable
     ``TORCHTITAN_GRPO_TEACHER_KEY``. The keys of ``[inference]`` are never sent to a teacher."""

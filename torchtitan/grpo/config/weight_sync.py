@@ -36,11 +36,6 @@ class WeightSync:
     not help in a cluster of hundreds of ranks. With pipeline parallelism, each pipeline rank has at
     least one source."""
 
-    num_slots: Annotated[int, at_least(2)] = 2
-    """Number of snapshots of the local shards that may exist at once: one is sent while the next is
-    filled. Versions are sent directly from their slots, so slots are added for the versions that
-    ``max_versions`` allows. All slots are in host memory and are allocated at the start."""
-
     master_address: str = "auto"
     """Address at which servers reach rank 0. ``auto`` uses the address of this host on the route to
     each server, which is 127.0.0.1 for a server on the same machine."""
@@ -67,7 +62,7 @@ class WeightSync:
     max_versions: Annotated[int, at_least(2).or_value(0, "the number of servers plus two")] = 0
     """Maximum number of versions of the whole model that may exist at once on the source ranks: the
     newest version, the one that is being gathered, and those that are still being sent to slow
-    servers. If it is less than the number of servers plus two, several slow servers together can
+    servers. All are in host memory, and allocated at the start. If it is less than the number of servers plus two, several slow servers together can
     delay the others."""
 
     checksum: bool = False
@@ -80,14 +75,6 @@ class WeightSync:
     is that of the push also computes checksums of the tensors that it serves, which must equal those
     of the tensors that were sent. For all other versions, only the version number that the server
     reports is compared."""
-
-    attest_tolerance: Annotated[
-        float, above(0).or_value(0, "measured for each server at the start")
-    ] = 0.0
-    """Maximum mean difference between the log-probabilities of an attestation, in nats. With 0, the
-    difference that is caused by a server's kernels is measured while both sides have the same
-    weights, and three times this difference is tolerated; docs/weight_sync.md describes the
-    limits."""
 
     delta: bool = False
     """Send only the elements that have changed since the version that a server has confirmed. The

@@ -155,11 +155,7 @@ def check_stream(config: JobConfig) -> None:
         f"grpo.num_minibatches = {grpo.num_minibatches}": grpo.num_minibatches > 1,
         f"grpo.num_epochs = {grpo.num_epochs}": grpo.num_epochs > 1,
         'grpo.advantage = "batch_norm"': grpo.advantage == "batch_norm",
-        f"grpo.advantage_length_power = {grpo.advantage_length_power:g}": (
-            grpo.advantage_length_power > 0
-        ),
         "grpo.ptx_path": grpo.ptx_path is not None,
-        "grpo.mismatch_normalize = true": grpo.mismatch_normalize,
         "critic.whiten = true": config.has_critic and config.critic.whiten,
         "prompts.single_rank_load = false": not config.prompts.single_rank_load,
     }

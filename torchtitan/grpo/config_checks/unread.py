@@ -55,50 +55,31 @@ _LENDS: _Condition = (
     lambda config: bool(lent_groups(config)),
     "inference.lend = true, or a table in [cluster] with the tags 'train' and 'rollout'",
 )
-_NORMS = ("group_norm", "leave_one_out_norm", "batch_norm")
-_OF_SAMPLES = (*_NORMS, "group_mean", "leave_one_out", "max_rl")
 
 _READ_WITH: dict[str, dict[_Condition, tuple[str, ...]]] = {
     "grpo": {
         _above("grpo.kl_coef", 0): (
             *("ref_model_path", "ref_model_ema", "ref_model_offload", "kl_in", "kl_estimator"),
         ),
-        _is("grpo.advantage", *_NORMS, why=", which divide by a standard deviation"): (
-            "advantage_std",
-        ),
-        _is("grpo.advantage", *_NORMS, "max_rl", why=", which divide by a number"): (
-            "advantage_eps",
-        ),
-        _is("grpo.advantage", *_OF_SAMPLES, why=", which are those of whole rollouts"): (
-            "advantage_length_power",
-        ),
-        _both(_above("grpo.kl_coef", 0), _is("grpo.kl_in", "loss")): ("kl_importance",),
-        _is("grpo.policy_loss", "sapo"): ("sapo_temperature", "sapo_temperature_negative"),
-        _is("grpo.policy_loss", "cispo"): ("cispo_two_sided",),
         _is("grpo.policy_loss", "clip", "gspo"): ("dual_clip",),
-        _is("grpo.aggregation", "constant_length"): ("aggregation_length",),
         _above("grpo.overlong_buffer", 0): ("overlong_penalty",),
         _is("grpo.old_policy", "step_start"): (
             *("mismatch_level", "importance_cap", "importance_floor", "mismatch_veto"),
-            "mismatch_normalize",
         ),
         _is("grpo.mismatch_correction", "truncate", "mask"): (
-            *("importance_cap", "importance_floor", "mismatch_normalize"),
+            *("importance_cap", "importance_floor"),
         ),
         _given("grpo.ptx_path"): ("ptx_coef", "ptx_per_step"),
     },
     "parallelism": {_above("parallelism.pipeline_parallel_degree", 1): ("pipeline_fill_jobs",)},
     "critic": {
         _is("grpo.advantage", "gae"): (
-            *("path", "lr", "gamma", "gae_lambda", "length_adaptive_alpha", "target_lambda"),
+            *("path", "lr", "gamma", "gae_lambda"),
             *("whiten", "value_clip", "warmup_steps", "level"),
         ),
-        _is("critic.length_adaptive_alpha", 0.0): ("gae_lambda",),
     },
     "optimizer": {
-        _is("optimizer.name", "Muon"): (
-            *("muon_lr", "muon_momentum", "muon_adjust_lr", "muon_dtype"),
-        ),
+        _is("optimizer.name", "Muon"): (*("muon_lr", "muon_adjust_lr", "muon_dtype"),),
         _LENDS: ("offload_while_lent",),
     },
     "rollout": {
@@ -125,13 +106,13 @@ _READ_WITH: dict[str, dict[_Condition, tuple[str, ...]]] = {
     "teacher": {
         _given("teacher.urls"): (
             *("kind", "model_path", "max_concurrent_requests", "request_timeout_seconds"),
-            *("wait_seconds", "max_unrated_groups", "api_key"),
+            *("wait_seconds", "api_key"),
         ),
         _RATED: ("coef", "top_k", "max_divergence"),
     },
     "inference": {
         _on("inference.launch"): ("lend",),
-        _LENDS: ("lend_max_late", "sleep_timeout_seconds"),
+        _LENDS: ("sleep_timeout_seconds",),
         _both(_on("inference.launch"), _is("inference.kind", "vllm", "sglang")): (
             *("tensor_parallel_size", "gpu_memory_utilization"),
         ),
@@ -139,14 +120,11 @@ _READ_WITH: dict[str, dict[_Condition, tuple[str, ...]]] = {
     "weight_sync": {
         _is("weight_sync.transport", "auto", "nccl", "host"): ("master_address", "delta"),
         _is("weight_sync.transport", "disk"): ("disk_path",),
-        _above("weight_sync.attest_every", 0): ("attest_tolerance",),
     },
     "guards": {
-        _not_off("guards.grad_norm"): ("grad_norm_limit", "grad_norm_factor"),
+        _not_off("guards.grad_norm"): ("grad_norm_factor",),
         _not_off("guards.entropy"): ("entropy_floor",),
         _not_off("guards.mismatch_kl"): ("mismatch_kl_limit",),
-        _not_off("guards.reference_kl"): ("reference_kl_limit",),
-        _not_off("guards.servers_lost"): ("servers_lost_seconds",),
         _not_off("guards.unscored"): ("unscored_limit",),
     },
     "lora": {_above("lora.rank", 0): ("alpha", "target_modules", "base_dtype", "push")},

@@ -12,7 +12,7 @@ import numpy as np
 
 from torchtitan.grpo.config import GRPO
 from torchtitan.grpo.config.job_config import JobConfig
-from torchtitan.grpo.data.cost import SequenceCost, flops_cost, token_cost
+from torchtitan.grpo.data.cost import flops_cost
 from torchtitan.grpo.data.ptx import PtxStream
 from torchtitan.grpo.data.rows import Sample
 from torchtitan.grpo.data.step_plan import StepPlan, plan_step, staleness_metrics
@@ -43,9 +43,7 @@ class StepPlanner:
     def __init__(self, config: JobConfig, model: HFModel) -> None:
         self._config = config
         self._ptx = PtxStream(config, model) if config.grpo.ptx_path is not None else None
-        self._cost: SequenceCost = token_cost
-        if config.prompts.balance_cost != "tokens":
-            self._cost = flops_cost(json.loads((model.path / "config.json").read_bytes()))
+        self._cost = flops_cost(json.loads((model.path / "config.json").read_bytes()))
         self._row_bucket = _row_bucket(config, model)
         self._parts: list[tuple[Sequence[RolloutGroup], StepPlan]] = []
 
@@ -158,14 +156,14 @@ def open_sample_log(config: JobConfig, model: HFModel, start_version: int) -> Sa
 
 
 def _row_bucket(config: JobConfig, model: HFModel) -> int:
-    """Resolves ``prompts.row_bucket``: 0 only where a microbatch may have any number of rows."""
+    """Returns 1 in pipelines and where shapes are compiled, and else 0: any number of rows."""
     attention = choose_packed_attention(config, utils.device_type, model.model_args.head_dim)
     is_fixed = (
         config.parallelism.pipeline_parallel_degree > 1
         or config.compile.enable
         or attention == "flex"
     )
-    return max(config.prompts.row_bucket, int(is_fixed))
+    return int(is_fixed)
 
 
 def _advantages_of(
@@ -183,11 +181,7 @@ def _advantages_of(
         advantages = compute_advantages(
             plan.samples.rewards,
             plan.samples.group_ids,
-            plan.samples.completion_lengths,
             kind=config.advantage,
-            std=config.advantage_std,
-            eps=config.advantage_eps,
-            length_power=config.advantage_length_power,
         )
         for sequence in plan.sequences:
             if sequence.source >= 0:

@@ -204,11 +204,10 @@ def _weighted_minibatches(
     config: GRPO,
     max_new_tokens: int,
 ) -> list[list[Sample]]:
-    longest = config.aggregation_length or max_new_tokens
     minibatches = []
     for indices in _minibatches_of(rollouts, table.group_ids, config.num_minibatches):
         lengths = table.completion_lengths[indices]
-        weights = token_weights(lengths, kind=config.aggregation, constant_length=longest)
+        weights = token_weights(lengths, kind=config.aggregation, constant_length=max_new_tokens)
         sequences = (
             sequences_of(rollouts[i], sample_id=i, source=sources[i], loss_weight=float(weight))
             for i, weight in zip(indices, weights, strict=True)
@@ -239,8 +238,6 @@ def _table(scored: Sequence[tuple[int, Rollout]], config: GRPO, max_new_tokens: 
     rewards = shape_rewards(
         np.array([r.reward for _, r in scored], dtype=np.float64),
         np.array([r.num_written for _, r in scored], dtype=np.int64),
-        positive_scale=config.reward_positive_scale,
-        negative_scale=config.reward_negative_scale,
         overlong_buffer=config.overlong_buffer,
         overlong_penalty=config.overlong_penalty,
         max_new_tokens=max_new_tokens,

@@ -15,22 +15,23 @@ import numpy as np
 # A few units in the last place of float32, and what is left where terms of float64 cancel.
 _ROUNDING, _CANCELLED = 2.0**-21, 1e-12
 
+ADVANTAGE_EPS = 1e-4
+"""Added to the divisor of an advantage: a standard deviation or, in ``max_rl``, a mean."""
+
 
 def shape_rewards(
     rewards: np.ndarray,
     completion_lengths: np.ndarray,
     *,
-    positive_scale: float,
-    negative_scale: float,
     overlong_buffer: int,
     overlong_penalty: float,
     max_new_tokens: int,
 ) -> np.ndarray:
-    """Scales rewards by a factor for their sign and subtracts DAPO's soft overlong penalty.
+    """Subtracts DAPO's soft overlong penalty from rewards.
 
     The penalty is 0 up to ``max_new_tokens - overlong_buffer`` tokens, grows linearly, and is
-    ``overlong_penalty`` at ``max_new_tokens`` (https://arxiv.org/abs/2503.14476, equation 13). The
-    factors do not apply to it; a buffer of 0 disables it.
+    ``overlong_penalty`` at ``max_new_tokens`` (https://arxiv.org/abs/2503.14476, equation 13). A
+    buffer of 0 disables it.
 
     Example: with a buffer of 4 out of 10 tokens and a penalty of 1, a completion of 6 tokens
     loses nothing, one of 8 tokens loses 0.5 and one of 10 tokens loses 1.
@@ -43,8 +44,7 @@ def shape_rewards(
             f"rewards {rewards.shape} and completion_lengths {completion_lengths.shape} must match."
         )
     require_finite(rewards)
-    rewards = rewards.astype(np.float64)
-    shaped = np.where(rewards > 0, rewards * positive_scale, rewards * negative_scale)
+    shaped = rewards.astype(np.float64)
     if overlong_buffer > 0:
         over = completion_lengths - (max_new_tokens - overlong_buffer)
         shaped -= overlong_penalty * np.clip(over / overlong_buffer, 0.0, 1.0)
@@ -64,12 +64,9 @@ AdvantageKind = Literal[
 def compute_advantages(
     rewards: np.ndarray,
     group_ids: np.ndarray,
-    completion_lengths: np.ndarray,
     *,
     kind: AdvantageKind,
-    std: Literal["sample", "population"],
-    eps: float,
-    length_power: float,
+    eps: float = ADVANTAGE_EPS,
 ) -> np.ndarray:
     """Returns the advantage of each sample, [samples] float32.
 
@@ -88,45 +85,38 @@ def compute_advantages(
     likelihood of success where they are 0 or 1. If every group has one sample, ``batch_norm``
     subtracts the mean of the batch, which is plain REINFORCE++.
 
-    The variance is divided by N - 1 (``sample``) or by N (``population``). Advantages are
-    multiplied by ``(mean length / length) ** length_power``, with the mean over samples with a
-    token; a sample without tokens keeps its advantage. Raises ValueError if a reward is not finite,
-    or below 0 with ``max_rl``, or the shapes differ.
+    The variance of N rewards is the sum of squares divided by N - 1. Raises ValueError if a reward
+    is not finite, or below 0 with ``max_rl``, or the shapes differ.
     """
-    if not rewards.shape == group_ids.shape == completion_lengths.shape:
-        raise ValueError(
-            f"rewards {rewards.shape}, group_ids {group_ids.shape} and completion_lengths "
-            f"{completion_lengths.shape} must match."
-        )
+    if rewards.shape != group_ids.shape:
+        raise ValueError(f"rewards {rewards.shape} and group_ids {group_ids.shape} must match.")
     require_finite(rewards)
     rewards = rewards.astype(np.float64)
     if kind == "batch_norm" and len(np.unique(group_ids)) == len(group_ids):
         group_ids = np.zeros_like(group_ids)
-    advantages = _compared(rewards, group_ids, kind, std, eps)
-    return (advantages * _length_factors(completion_lengths, length_power)).astype(np.float32)
+    return _compared(rewards, group_ids, kind, eps).astype(np.float32)
 
 
 def _compared(
     rewards: np.ndarray,
     group_ids: np.ndarray,
     kind: AdvantageKind,
-    std: Literal["sample", "population"],
     eps: float,
 ) -> np.ndarray:
     centered, member_of, sizes = _centered(rewards, group_ids)
     squares = np.bincount(member_of, centered**2, len(sizes))
     match kind:
         case "group_norm":
-            return centered / (_deviation(squares, sizes, std)[member_of] + eps)
+            return centered / (_deviation(squares, sizes)[member_of] + eps)
         case "group_mean":
             return centered
         case "leave_one_out":
             return centered * (sizes / np.maximum(sizes - 1, 1))[member_of]
         case "leave_one_out_norm":
-            from_others = _compared(rewards, group_ids, "leave_one_out", std, eps)
-            return from_others / (_deviation(squares, sizes, std)[member_of] + eps)
+            from_others = _compared(rewards, group_ids, "leave_one_out", eps)
+            return from_others / (_deviation(squares, sizes)[member_of] + eps)
         case "batch_norm":
-            deviation = _deviation((centered**2).sum(), np.array(len(rewards)), std)
+            deviation = _deviation((centered**2).sum(), np.array(len(rewards)))
             return centered / (deviation + eps)
         case "max_rl":
             if rewards.min(initial=0.0) < -_ROUNDING * np.abs(rewards).max(initial=0.0):
@@ -180,13 +170,5 @@ def _centered(
     return np.where(informative, rewards - means[member_of], 0.0), member_of, sizes
 
 
-def _deviation(sum_of_squares: np.ndarray, count: np.ndarray, std: str) -> np.ndarray:
-    return np.sqrt(sum_of_squares / np.maximum(count - (std == "sample"), 1))
-
-
-def _length_factors(lengths: np.ndarray, power: float) -> np.ndarray:
-    has_tokens = lengths > 0
-    if power == 0 or not has_tokens.any():
-        return np.ones(len(lengths))
-    mean = lengths[has_tokens].mean()
-    return np.where(has_tokens, mean / np.maximum(lengths, 1), 1.0) ** power
+def _deviation(sum_of_squares: np.ndarray, count: np.ndarray) -> np.ndarray:
+    return np.sqrt(sum_of_squares / np.maximum(count - 1, 1))

@@ -57,7 +57,7 @@ def token_weights(
             if constant_length < 1:
                 raise ValueError(
                     f"constant_length must be at least 1, got {constant_length}. Set "
-                    "grpo.aggregation_length or rollout.max_new_tokens."
+                    "rollout.max_new_tokens."
                 )
             denominators = np.full_like(lengths, float(num_sequences * constant_length))
     return has_tokens / denominators

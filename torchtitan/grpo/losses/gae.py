@@ -138,15 +138,6 @@ def _shifted(values: torch.Tensor, by: int) -> torch.Tensor:
     return F.pad(values[by:], (0, min(by, len(values))))
 
 
-def length_adaptive_lambda(decisions: Decisions, alpha: float) -> torch.Tensor:
-    """Returns ``1 - 1 / (alpha * length)`` of each decision's sequence, [decisions] float64.
-
-    VAPO (https://arxiv.org/abs/2504.05118): the weights of the deltas, ``lambda ** t``, then sum to
-    about ``alpha * length``, a fixed part of the episode. Where that is below 1, lambda is 0.
-    """
-    return (1 - 1 / (alpha * decisions.lengths())).clamp(min=0.0)
-
-
 def moments(values: torch.Tensor, about: float = 0.0) -> torch.Tensor:
     """Returns [3] float64: the number of values [n], and the sums of them and of their squares.
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from torchtitan.grpo.losses.sequences import LOG_RATIO_BOUND, held_between, ratio
+from torchtitan.grpo.losses.sequences import LOG_RATIO_BOUND, held_between
 
 KLEstimator = Literal["k1", "k2", "k3", "abs", "k1_straight", "k3_straight"]
 
@@ -54,22 +54,6 @@ def kl_estimate(
             return _straight_through(logprobs, other_logprobs, "k1")
         case "k3_straight":
             return _straight_through(logprobs, other_logprobs, "k3")
-
-
-def importance(log_ratio: torch.Tensor, estimator: KLEstimator) -> torch.Tensor:
-    """Returns the factor of ``grpo.kl_importance`` for tokens that an older policy drew.
-
-    DeepSeek-V3.2 (https://arxiv.org/abs/2512.02556) multiplies ``k3`` by the ratio and
-    differentiates the product. This suits estimators whose value is the KL divergence and whose
-    gradient is not: the ratio's gradient completes it. ``k2``, ``k1_straight`` and ``k3_straight``
-    have the right gradient and need only the weight: with the ratio's gradient, the straight ones
-    would regularize twice as much.
-
-    ``log_ratio``, [...] float, is the policy's logprobs minus those of the policy that drew the
-    tokens. Only for ``k1``, ``k3`` and ``abs`` has the returned ratio a gradient.
-    """
-    has_own_gradient = estimator in ("k2", "k1_straight", "k3_straight")
-    return ratio(log_ratio.detach() if has_own_gradient else log_ratio)
 
 
 def _straight_through(

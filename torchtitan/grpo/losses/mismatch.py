@@ -18,7 +18,6 @@ from torchtitan.grpo.losses.kl import kl_estimate
 from torchtitan.grpo.losses.loss_metrics import Metric, mean_metric
 from torchtitan.grpo.losses.sequences import (
     ratio,
-    sequence_maxima,
     sequence_means,
     sequence_sums,
     spread,
@@ -36,7 +35,7 @@ class MismatchWeights:
         capped: bool, trained tokens whose ratio was clamped to a bound.
         masked: bool, all trained tokens that are left out, for whatever reason.
         vetoed: bool, trained tokens of sequences that the veto left out.
-        rejected: bool, the same for a bound of :func:`rejected_sequences`.
+        rejected: bool, the same for :func:`rejected_sequences`.
         off_policy: bool, the same for off-policy masking.
     """
 
@@ -57,9 +56,6 @@ class MismatchWeights:
             masked=self.masked | off_policy,
             off_policy=off_policy,
         )
-
-    def divided_by(self, mean: torch.Tensor) -> "MismatchWeights":
-        return replace(self, weights=self.weights / mean, ratios=self.ratios / mean)
 
 
 def mismatch_weights(
@@ -129,39 +125,20 @@ def _ratio(
 def rejected_sequences(
     log_ratio: torch.Tensor, loss_mask: torch.Tensor, sequence_ids: torch.Tensor, config: GRPO
 ) -> torch.Tensor:
-    """Returns the trained tokens of sequences that exceed a bound ``grpo.mismatch_max_...``.
+    """Returns the trained tokens of sequences whose divergence is above ``grpo.mismatch_max_k3``.
 
-    With ``r = proximal / generator`` of a token, and means over the trained tokens of a sequence::
+    With ``r = proximal / generator`` of a token, the mean of ``r - 1 - log r`` over the trained
+    tokens of a sequence estimates ``KL(generator || proximal)``. Rejection by divergences is from
+    https://richardli.xyz/rl-collapse.
 
-        k1      |mean(-log r)|            of KL(generator || proximal)
-        k3      mean(r - 1 - log r)       of KL(generator || proximal)
-        tv      mean(|r - 1|) / 2         of the total variation distance
-        ratio   max(r, 1 / r)             the largest of any token
-
-    The first three estimate the divergence in the second column over the sequence. Rejection by
-    divergences is from https://richardli.xyz/rl-collapse, and by the largest token from Trust
-    Region Masking (https://arxiv.org/abs/2512.23075).
-
-    Example: ratios 4 and 1/2 give ``k1 = |log 2| / 2``, ``k3 = (2.5 - log 2) / 2``, ``tv = 0.875``
-    and ``ratio = 4``. The log-ratios, [rows, seq] float, are 0 where not trained.
+    Example: ratios 4 and 1/2 give ``(2.5 - log 2) / 2``. The log-ratios, [rows, seq] float, are 0
+    where not trained.
     """
-    rejected = torch.zeros_like(loss_mask)
-
-    def mean(values: torch.Tensor) -> torch.Tensor:
-        return sequence_means(values, loss_mask, sequence_ids)
-
-    if config.mismatch_max_k1 > 0:
-        rejected = rejected | (mean(log_ratio).abs() > config.mismatch_max_k1)
-    if config.mismatch_max_k3 > 0:
-        k3 = kl_estimate(torch.zeros_like(log_ratio), log_ratio, "k3")
-        rejected = rejected | (mean(k3) > config.mismatch_max_k3)
-    if config.mismatch_max_tv > 0:
-        distance = torch.where(loss_mask, (ratio(log_ratio) - 1).abs() / 2, 0.0)
-        rejected = rejected | (mean(distance) > config.mismatch_max_tv)
-    if config.mismatch_max_ratio > 0:
-        largest = sequence_maxima(log_ratio.abs(), sequence_ids)
-        rejected = rejected | (ratio(largest) > config.mismatch_max_ratio)
-    return loss_mask & rejected
+    if config.mismatch_max_k3 == 0:
+        return torch.zeros_like(loss_mask)
+    k3 = kl_estimate(torch.zeros_like(log_ratio), log_ratio, "k3")
+    divergences = sequence_means(k3, loss_mask, sequence_ids)
+    return loss_mask & (divergences > config.mismatch_max_k3)
 
 
 def off_policy_sequences(

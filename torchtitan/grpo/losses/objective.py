@@ -13,10 +13,6 @@
 Only the policy loss has the mismatch weight: KL penalty, entropy bonus and the teacher's part (with
 ``teacher.top_k``) also apply to tokens that the correction leaves out. These still count in the
 denominator of the aggregation, which is part of ``loss_weight``.
-
-``grpo.mismatch_normalize`` divides the mismatch weights by their mean over the kept tokens of the
-whole optimizer step, on all ranks, which is computed before its first microbatch
-(:func:`weight_sums`).
 """
 
 from collections.abc import Mapping
@@ -26,7 +22,7 @@ import torch
 
 from torchtitan.grpo.config import GRPO, Teacher
 from torchtitan.grpo.losses.distillation import TopLogprobs, top_k_reverse_kl
-from torchtitan.grpo.losses.kl import importance, kl_estimate
+from torchtitan.grpo.losses.kl import kl_estimate
 from torchtitan.grpo.losses.loss_metrics import (
     Metric,
     MetricTotals,
@@ -82,14 +78,12 @@ class LossInputs(PolicyInputs):
 def objective(
     inputs: LossInputs,
     config: GRPO,
-    mean_weight: torch.Tensor | None = None,
     teacher: Teacher | None = None,
 ) -> tuple[torch.Tensor, dict[str, Metric]]:
     """Returns a microbatch's loss [], to be summed over microbatches and ranks, and its metrics.
 
     Rows without a trained or mixed-in token give a loss of 0 with gradients of 0. It computes in
-    the inputs' dtype, and can be compiled with ``torch.compile(fullgraph=True)``. ``mean_weight``,
-    a scalar [], divides the mismatch weights (:func:`weight_sums`); None divides by nothing.
+    the inputs' dtype, and can be compiled with ``torch.compile(fullgraph=True)``.
 
     Raises ValueError if the shapes differ, or a setting needs a tensor that is None.
     """
@@ -98,7 +92,7 @@ def objective(
     policy_inputs = clean
     if config.old_policy == "sampling":
         policy_inputs = replace(clean, old_logprobs=clean.generator_logprobs)
-    mismatch = _mismatch(clean, config, mean_weight)
+    mismatch = _mismatch(clean, config)
     term = policy_function(config.policy_loss)(policy_inputs, config, **config.policy_loss_options)
     token_losses = torch.where(clean.loss_mask, term.token_losses, 0.0)
     policy_loss = (clean.loss_weights * mismatch.weights * token_losses).sum()
@@ -108,9 +102,7 @@ def objective(
     if clean.ref_logprobs is not None:
         reference_kl = kl_estimate(clean.logprobs, clean.ref_logprobs, config.kl_estimator)
         if config.kl_in == "loss":
-            log_ratio = clean.logprobs - policy_inputs.old_logprobs
-            weights = importance(log_ratio, config.kl_estimator) if config.kl_importance else 1.0
-            loss = loss + config.kl_coef * (clean.loss_weights * weights * reference_kl).sum()
+            loss = loss + config.kl_coef * (clean.loss_weights * reference_kl).sum()
     if config.entropy_coef > 0:
         loss = loss - config.entropy_coef * (clean.loss_weights * clean.entropy).sum()
     of_teacher: dict[str, Metric] = {}
@@ -214,28 +206,9 @@ def _proximal(clean: LossInputs, config: GRPO) -> torch.Tensor:
     return clean.logprobs.detach() if config.old_policy == "sampling" else clean.old_logprobs
 
 
-def weight_sums(
-    old_logprobs: torch.Tensor,
-    generator_logprobs: torch.Tensor,
-    loss_mask: torch.Tensor,
-    sequence_ids: torch.Tensor,
-    config: GRPO,
-) -> torch.Tensor:
-    """Returns [2] float64: the sum of the mismatch weights and the number of kept tokens.
-
-    A token that is left out neither learns nor makes the others learn more. Sequences that
-    off-policy masking will leave out count: it depends on the policy of later optimizer steps.
-    """
-    mismatch = mismatch_weights(old_logprobs, generator_logprobs, loss_mask, sequence_ids, config)
-    kept = loss_mask & ~mismatch.masked
-    return torch.stack([mismatch.weights.double().sum(), kept.double().sum()])
-
-
-def _mismatch(clean: LossInputs, config: GRPO, mean_weight: torch.Tensor | None) -> MismatchWeights:
+def _mismatch(clean: LossInputs, config: GRPO) -> MismatchWeights:
     mask, ids, generator = clean.loss_mask, clean.sequence_ids, clean.generator_logprobs
     mismatch = mismatch_weights(_proximal(clean, config), generator, mask, ids, config)
-    if mean_weight is not None:
-        mismatch = mismatch.divided_by(mean_weight)
     policy, threshold = clean.logprobs.detach(), config.off_policy_mask_threshold
     off_policy = off_policy_sequences(policy, generator, clean.advantages, mask, ids, threshold)
     return mismatch.without(off_policy)

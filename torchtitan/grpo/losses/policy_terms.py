@@ -28,7 +28,6 @@ class PolicyInputs:
         advantages: float, constant within a sequence, except for a teacher's part (``[teacher]``)
             and with a critic (``grpo.advantage = "gae"``).
         entropy: float, of the current policy's distribution at each token; carries gradients.
-            0 if neither ``grpo.entropy_coef`` nor ``grpo.log_entropy`` is set.
         loss_mask: bool, True on trained tokens.
         sequence_ids: int64, the token's sequence within its row.
         columns: Further columns of the rollouts that are trained, such as ``teacher_logprobs``,
@@ -59,6 +58,10 @@ class PolicyTerm:
 
 PolicyFunction = Callable[..., PolicyTerm]
 """``(inputs: PolicyInputs, config: GRPO, **grpo.policy_loss_options) -> PolicyTerm``"""
+
+SAPO_TEMPERATURE, SAPO_TEMPERATURE_NEGATIVE = 1.0, 1.05
+"""Temperatures of SAPO's gate for advantages above 0, and for others. The paper's second is higher,
+because negative advantages make training less stable."""
 
 CLIPPED, DUAL_CLIPPED = "loss/clipped_fraction", "loss/dual_clipped_fraction"
 
@@ -94,13 +97,10 @@ def cispo(inputs: PolicyInputs, config: GRPO) -> PolicyTerm:
     """Weights logprobs by the clipped ratio, held constant, so that no token loses its gradient.
 
     ``loss = -stop_gradient(min(r, 1 + clip_high)) * A * logprob``: CISPO of MiniMax-M1
-    (https://arxiv.org/abs/2506.13585), which bounds the weight only from above; ``cispo_two_sided``
-    also holds it above ``1 - clip_low``.
+    (https://arxiv.org/abs/2506.13585), which bounds the weight only from above.
     """
     r = ratio(inputs.logprobs - inputs.old_logprobs).detach()
     weight = r.clamp(max=1 + config.clip_high)
-    if config.cispo_two_sided:
-        weight = weight.clamp(min=1 - config.clip_low)
     losses = -weight * inputs.advantages * inputs.logprobs
     return PolicyTerm(losses, {CLIPPED: TokenMetric(weight != r, "mean")})
 
@@ -118,8 +118,8 @@ def sapo(inputs: PolicyInputs, config: GRPO) -> PolicyTerm:
     the gradient is that of the ratio itself.
     """
     r = ratio(inputs.logprobs - inputs.old_logprobs)
-    temperature = torch.full_like(r, config.sapo_temperature).where(
-        inputs.advantages > 0, config.sapo_temperature_negative
+    temperature = torch.full_like(r, SAPO_TEMPERATURE).where(
+        inputs.advantages > 0, SAPO_TEMPERATURE_NEGATIVE
     )
     gate = torch.sigmoid(temperature * (r - 1)) * (4 / temperature)
     return PolicyTerm(-gate * inputs.advantages)

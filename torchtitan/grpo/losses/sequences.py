@@ -63,9 +63,3 @@ def sequence_means(
     """
     counts = sequence_sums(loss_mask.to(values.dtype), sequence_ids)
     return spread(sequence_sums(values, sequence_ids) / counts.clamp(min=1.0), sequence_ids)
-
-
-def sequence_maxima(values: torch.Tensor, sequence_ids: torch.Tensor) -> torch.Tensor:
-    """Returns, at each token, its sequence's largest value; they are at least 0, 0 if not trained."""
-    largest = torch.zeros_like(values).scatter_reduce(1, sequence_ids, values, "amax")
-    return spread(largest, sequence_ids)

@@ -73,7 +73,7 @@ def resolve_schedule(
     num_stages = len(stage_modules(settings, len(model.layers)))  # pyright: ignore
     trial = Trial(model, dims, config, device)
     costs = trial.measure_costs(measured_with(num_stages // degree), 2 * degree)
-    count = assumed_microbatches(config.grpo.pipeline_microbatches, degree)
+    count = assumed_microbatches(degree)
     rows = candidates(degree, num_stages if fixes_stages(settings) else None)
     tried = predict(costs, degree, count, rows)
     costs_of = dict.fromkeys(tried, costs)

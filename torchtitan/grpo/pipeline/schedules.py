@@ -159,8 +159,12 @@ def candidates(num_ranks: int, total_stages: int | None = None) -> list[Schedule
     ]
 
 
-def assumed_microbatches(configured: int, num_ranks: int) -> int:
-    return configured or 4 * num_ranks
+def assumed_microbatches(num_ranks: int) -> int:
+    """Returns the microbatches of an optimizer step and pipeline for which ``auto`` chooses.
+
+    The actual number in a step depends on the lengths of the completions.
+    """
+    return 4 * num_ranks
 
 
 def measured_with(stages_per_rank: int) -> Schedule:

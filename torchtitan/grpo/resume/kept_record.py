@@ -198,7 +198,7 @@ _RATES = ("lr_scheduler.", "optimizer.lr", "optimizer.muon_lr")
 _WHERE_AND_HOW = ("job.", "checkpoint.", "metrics.", "observe.", "profiling.", "comm.", "cluster.")
 _KEEPS_ROLLOUTS = {
     # Of [prompts], where a changed path is refused, unless it has only moved; and of [reward].
-    *("balance_batch", "balance_cost", "row_bucket", "share_contexts", "single_rank_load"),
+    *("balance_batch", "share_contexts", "single_rank_load"),
     *("path", "paths", "num_workers", "timeout_seconds", "max_consecutive_failures"),
 }
 _SAMPLING = {

@@ -33,6 +33,7 @@ from torchtitan.grpo.types import Generation, Prompt, separated
 logger = logging.getLogger(__name__)
 
 _RETRY_SECONDS = 0.2
+_PASS_SCORE, NUM_KEPT_SAMPLES = 1.0, 8
 
 _Scoring = asyncio.Task[EvaluatedPrompt | None]
 
@@ -240,21 +241,19 @@ def summarize_set(
         num_prompts=len(prompts),
         num_completions=len(completions),
         pass_at={
-            k: value
-            for k in settings.pass_at
-            if (value := _mean_pass_at(k, settings.pass_score, prompts)) is not None
+            k: value for k in settings.pass_at if (value := _mean_pass_at(k, prompts)) is not None
         },
         length_mean=fmean(c.num_tokens for c in completions),
         length_max=max(c.num_tokens for c in completions),
         cut_fraction=fmean(c.finish_reason == "length" for c in completions),
-        samples=tuple(prompts[: settings.kept_samples]),
+        samples=tuple(prompts[:NUM_KEPT_SAMPLES]),
     )
 
 
-def _mean_pass_at(k: int, pass_score: float, prompts: Sequence[EvaluatedPrompt]) -> float | None:
+def _mean_pass_at(k: int, prompts: Sequence[EvaluatedPrompt]) -> float | None:
     scores = [[c.score for c in prompt.completions] for prompt in prompts]
     of_prompts = [
-        pass_at_k(len(of_prompt), sum(score >= pass_score for score in of_prompt), k)
+        pass_at_k(len(of_prompt), sum(score >= _PASS_SCORE for score in of_prompt), k)
         for of_prompt in scores
         if len(of_prompt) >= k
     ]

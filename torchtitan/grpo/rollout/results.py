@@ -55,7 +55,7 @@ class SetResult:
 
     Prompts and completions without a score do not count. ``score`` is the mean over the prompts
     of the mean over the completions of each, and ``pass_at`` the mean of pass@k over the prompts,
-    by k. ``samples`` are the first ``kept_samples`` prompts.
+    by k. ``samples`` are the first prompts of the set.
     """
 
     name: str

@@ -151,7 +151,7 @@ class RolloutSession(_Session):
         admission = Admission(config.grpo, rollout, config.start_version)
         if self._devices is not None and lent_groups(config):
             self.lender = Lender(
-                LendScheduler(config.inference.lend_max_late),
+                LendScheduler(),
                 admission,
                 self.dispatcher,
                 self.fleet,

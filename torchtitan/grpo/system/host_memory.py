@@ -44,7 +44,7 @@ def available_bytes(cgroup: Path = _CGROUP) -> int:
 def pin(
     tensors: Sequence[torch.Tensor],
     purpose: str = "weight snapshots",
-    remedy: str = "lower weight_sync.num_slots or weight_sync.max_versions",
+    remedy: str = "lower weight_sync.max_versions",
 ) -> None:
     """Pins existing memory, so that a GPU's copy engines reach it without the CPU, for good.
 

@@ -24,7 +24,6 @@ from torchtitan.grpo.losses.gae import (
     estimate_advantages,
     explained_variance,
     find_decisions,
-    length_adaptive_lambda,
     mean_and_variance,
     moments,
     token_rewards,
@@ -136,15 +135,13 @@ def estimate(
         kl = kl_estimate(rows.generator_logprobs, ref_logprobs, grpo.kl_estimator)
         of_decisions = of_decisions - grpo.kl_coef * decisions.sums(kl)
     at_begins = decisions.at_begins(values)
-    lam = critic.gae_lambda
-    if critic.length_adaptive_alpha > 0:
-        lam = length_adaptive_lambda(decisions, critic.length_adaptive_alpha)
 
-    def advantages(lam: float | torch.Tensor) -> torch.Tensor:
+    def advantages(lam: float) -> torch.Tensor:
         return estimate_advantages(of_decisions, at_begins, decisions, gamma=critic.gamma, lam=lam)
 
-    returns = advantages(critic.target_lambda) + at_begins
-    return Estimates(decisions, advantages(lam), at_begins, returns)
+    # Discounted rewards to come, which do not depend on the critic's own values.
+    returns = advantages(1.0) + at_begins
+    return Estimates(decisions, advantages(critic.gae_lambda), at_begins, returns)
 
 
 CRITIC_NORM = "critic/grad_norm"

@@ -62,7 +62,7 @@ def scoring_settings(config: JobConfig, head_dim: int | None = None) -> ScoringS
         compiled=config.compiles_model,
         temperature=config.rollout.temperature,
         chunk_tokens=grpo.logprob_chunk_tokens,
-        with_entropy=grpo.log_entropy or grpo.entropy_coef > 0,
+        with_entropy=True,
         # A loss of the user's may use the entropy, and a built-in one does not.
         trains_entropy=grpo.entropy_coef > 0 or grpo.policy_loss not in BUILTIN,
         keep_logits=grpo.logprob_keep_logits and ends_one_at_a_time(config.parallelism),

@@ -19,6 +19,7 @@ from torchtitan.grpo.config.frame import Optimizer
 from torchtitan.grpo.system.dtypes import TORCH_DTYPE_MAP
 from torchtitan.grpo.training.muon import Muon
 
+_MUON_MOMENTUM = 0.95  # torch's default, and that of the Muon post
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
@@ -104,7 +105,7 @@ def _muon(parameters: list[nn.Parameter], config: Optimizer) -> Muon:
         parameters,
         lr=config.muon_lr or config.lr,
         weight_decay=config.weight_decay,
-        momentum=config.muon_momentum,
+        momentum=_MUON_MOMENTUM,
         adjust_lr_fn=config.muon_adjust_lr,
         dtype=TORCH_DTYPE_MAP[config.muon_dtype],
     )

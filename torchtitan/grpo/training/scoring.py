@@ -29,7 +29,7 @@ from torchtitan.grpo.losses.distillation import (
 from torchtitan.grpo.losses.gae import mean_and_variance
 from torchtitan.grpo.losses.kl import sample_kl_sums
 from torchtitan.grpo.losses.loss_metrics import Metric, MetricTotals
-from torchtitan.grpo.losses.objective import LossInputs, objective, weight_sums
+from torchtitan.grpo.losses.objective import LossInputs, objective
 from torchtitan.grpo.training.critic import (
     NUM_MOMENTS,
     Critic,
@@ -50,13 +50,11 @@ class ScoredRows:
         old_logprobs: [rows, seq] float32, before the batch's first optimizer step. None if that is
             the current policy, or if this rank does not see the output.
         ref_logprobs: [rows, seq] float32, under the reference; None without one or the output.
-        mean_weight: Scalar [], divisor of mismatch weights (``grpo.mismatch_normalize``) or None.
     """
 
     rows: TrainRows
     old_logprobs: torch.Tensor | None
     ref_logprobs: torch.Tensor | None
-    mean_weight: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -76,9 +74,7 @@ class Minibatch:
 
     def scored(self) -> ScoredRows:
         """Finishes both passes. Collective."""
-        old = _logprobs(self.old)
-        mean = self.scorer.mean_weight(self.rows, old)
-        return ScoredRows(self.rows, old, _logprobs(self.ref), mean)
+        return ScoredRows(self.rows, _logprobs(self.old), _logprobs(self.ref))
 
 
 class MinibatchLoss:
@@ -121,8 +117,7 @@ class MinibatchLoss:
             teacher_top=top,
             columns=rows.columns,
         )
-        mean = self.scored.mean_weight
-        loss, self._metrics[which.start] = objective(inputs, self.config, mean, self.teacher)
+        loss, self._metrics[which.start] = objective(inputs, self.config, self.teacher)
         return self.scale * loss
 
     def add_metrics(self, totals: MetricTotals) -> None:
@@ -152,8 +147,7 @@ def with_top_k(rows: TrainRows, top_k: int) -> TrainRows:
 
 def scores_old_policy(config: GRPO) -> bool:
     has_several_steps = config.num_minibatches * config.num_epochs > 1
-    needs_pass = has_several_steps or config.mismatch_normalize
-    return config.old_policy == "step_start" and needs_pass
+    return config.old_policy == "step_start" and has_several_steps
 
 
 @dataclass(frozen=True)
@@ -161,8 +155,7 @@ class Scorer:
     """Computes advantages, and other policies' logprobs, before a batch's first optimizer step.
 
     Pipelines may delay passes that can wait. With one optimizer step the current policy is the
-    proximal one, and needs no pass unless ``grpo.mismatch_normalize`` needs all weights before the
-    first gradient. ``teacher`` is None if none may have rated rollouts. With a ``critic``, advantages
+    proximal one, and needs no pass. ``teacher`` is None if none may have rated rollouts. With a ``critic``, advantages
     are those of its values.
     """
 
@@ -239,25 +232,6 @@ class Scorer:
     def _penalizes_rewards(self) -> bool:
         return self.config.kl_coef > 0 and self.config.kl_in == "reward"
 
-    def mean_weight(
-        self, rows: TrainRows, old_logprobs: torch.Tensor | None
-    ) -> torch.Tensor | None:
-        """Returns the mean mismatch weight of kept tokens, a scalar []; 1 without any. Collective.
-
-        None without ``grpo.mismatch_normalize``. ``old_logprobs``, [rows, seq], precede the batch's
-        first optimizer step; None on ranks that do not see the output.
-        """
-        if not self.config.mismatch_normalize:
-            return None
-        sums = []
-        if old_logprobs is not None:
-            mask, ids = rows.loss_mask, rows.sequence_ids
-            generator = rows.generator_logprobs
-            sums = [weight_sums(old_logprobs, generator, mask, ids, self.config)]
-        total, num_kept = self._sum(2, sums).tolist()
-        mean = total / num_kept if total > 0 else 1.0
-        return torch.tensor(mean, device=rows.generator_logprobs.device)
-
     def _advantages(
         self,
         samples: SampleTable,
@@ -285,11 +259,7 @@ class Scorer:
         return compute_advantages(
             rewards,
             samples.group_ids,
-            samples.completion_lengths,
             kind=config.advantage,
-            std=config.advantage_std,
-            eps=config.advantage_eps,
-            length_power=config.advantage_length_power,
         )
 
     def _taught(

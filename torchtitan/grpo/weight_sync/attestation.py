@@ -126,14 +126,9 @@ class Tolerances:
     floor: float
     ceiling: float
 
-    @property
-    def is_fixed(self) -> bool:
-        """True if the user has set the bound, so that nothing is measured."""
-        return self.floor == self.ceiling
-
     def bound(self, measured: float | None) -> Bound:
         """``measured`` is the mean difference, if known, under weights that both sides had."""
-        if self.is_fixed or measured is None:
+        if measured is None:
             return Bound(self.ceiling)
         assert measured <= self.ceiling, (measured, self)
         return Bound(
@@ -143,10 +138,7 @@ class Tolerances:
         )
 
 
-def tolerances_of(wire_dtype: torch.dtype, configured: float) -> Tolerances:
-    """Returns the limits of a run; ``configured`` is ``weight_sync.attest_tolerance``."""
-    if configured > 0:
-        return Tolerances(configured, configured)
+def tolerances_of(wire_dtype: torch.dtype) -> Tolerances:
     return Tolerances(_FLOORS[wire_dtype], _CEILINGS[wire_dtype])
 
 
@@ -160,7 +152,7 @@ def compare(expected: Sequence[float], served: Sequence[float], bound: Bound) ->
             f"{bound} on average, but they differ by {mean:.3g}, at most by {largest:.3g} "
             f"at position {where} (trainer {expected[where]:.5f}, server {served[where]:.5f}). Either "
             "the server does not serve the weights that were sent, or it computes less exactly "
-            "than weight_sync.attest_tolerance allows."
+            "than its kernels explain."
         )
     return mean
 
@@ -218,7 +210,7 @@ class ServerAttestation:
 
         Further calls do nothing: a server whose update was interrupted reports no version either.
         """
-        if not self._attestation.every or self._attestation.tolerances.is_fixed:
+        if not self._attestation.every:
             return
         if self._may_observe and await self._client.version() is None:
             self._before = await self._rated("its own weights")
@@ -303,8 +295,7 @@ class ServerAttestation:
 
     def _set_bound(self, mean: float) -> None:
         self._bound = self._attestation.tolerances.bound(mean)
-        if not self._attestation.tolerances.is_fixed:
-            logger.info("%s is attested within %s.", self._client.url, self._bound)
+        logger.info("%s is attested within %s.", self._client.url, self._bound)
 
     async def _rated(self, weights: str) -> list[float]:
         # The request waits for its turn among the requests that generate.

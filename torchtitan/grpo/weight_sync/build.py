@@ -36,7 +36,12 @@ from torchtitan.grpo.weight_sync.attestation import (
 from torchtitan.grpo.weight_sync.gather import Agent, Gatherer, agree_on_push
 from torchtitan.grpo.weight_sync.lane import Listeners
 from torchtitan.grpo.weight_sync.leader import Leader, LeaderParts, max_alive
-from torchtitan.grpo.weight_sync.memory_plan import adapter_of_push, memory_of, wire_dtype
+from torchtitan.grpo.weight_sync.memory_plan import (
+    NUM_SLOTS,
+    adapter_of_push,
+    memory_of,
+    wire_dtype,
+)
 from torchtitan.grpo.weight_sync.payloads import PayloadPool
 from torchtitan.grpo.weight_sync.publisher import WeightPublisher
 from torchtitan.grpo.weight_sync.slot_layout import PushPlan, Shards, SnapshotSlots
@@ -75,10 +80,10 @@ def build_publisher(
     if link is not None:  # logged before the memory is allocated
         memory = memory_of(plan, sync, max_held, len(servers)).describe(on_gpu=on_gpu)
         logger.info(f"Weight sync: {plan.wire_dtype} {transport.describe()}; {'; '.join(memory)}.")
-    memory_slots = SnapshotSlots(plan, sync.num_slots + max_held, pinned=on_gpu)
+    memory_slots = SnapshotSlots(plan, NUM_SLOTS + max_held, pinned=on_gpu)
     snapshots = Snapshots(parameters, memory_slots.shards, device)
     gatherer = Gatherer(plan, memory_slots, adapter, _patience_seconds(sync))
-    slots = SlotVersions() if link is None else SlotTable(sync.num_slots, max_held)
+    slots = SlotVersions() if link is None else SlotTable(NUM_SLOTS, max_held)
 
     def read(slot: int, version: int) -> Shards:
         slots.wait_filled(slot, version, _patience_seconds(sync))
@@ -156,7 +161,7 @@ def _sent_tensors(plan: PushPlan, sources: Sequence[Agent]) -> SentTensors:
 def _attestation(
     sync: WeightSync, plan: PushPlan, tokens: list[int], probes: Probes, sent: SentTensors | None
 ) -> Attestation:
-    tolerances = tolerances_of(plan.wire_dtype, sync.attest_tolerance)
+    tolerances = tolerances_of(plan.wire_dtype)
     return Attestation(sync.attest_every, tokens, probes, tolerances, sync.timeout_seconds, sent)
 
 

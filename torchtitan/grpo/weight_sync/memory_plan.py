@@ -26,6 +26,8 @@ from torchtitan.grpo.weight_sync.plan import SourceLimits
 from torchtitan.grpo.weight_sync.slot_layout import PushPlan, plan_push
 from torchtitan.grpo.weight_sync.transports.group_end import PIECE_BYTES
 
+NUM_SLOTS = 2
+"""Snapshots of the local shards: one is sent while the next is filled."""
 _MIB, _GIB = 1024**2, 1024**3
 # Tensor parallelism divides these parameters by columns, so that a rank's part is not contiguous.
 _BY_COLUMNS = (".attention.wo.weight", ".feed_forward.w2.weight")
@@ -63,7 +65,7 @@ class PushMemory:
             yield f"a version of the weights has {_text(self.version)}"
         yield (
             f"host memory of the ranks that send: {_text(self.slots)} together, in {self.num_slots} "
-            f"snapshot slots (weight_sync.num_slots), {self.num_held} of them for versions that "
+            f"snapshot slots, {self.num_held} of them for versions that "
             "servers still receive (weight_sync.max_versions)"
         )
         yield (
@@ -90,7 +92,7 @@ def memory_of(plan: PushPlan, sync: WeightSync, max_held: int, num_servers: int)
     return PushMemory(
         version=plan.num_bytes,
         slot=sum(layout.num_bytes for layout in plan.layouts.values()),
-        num_slots=sync.num_slots + max_held,
+        num_slots=NUM_SLOTS + max_held,
         num_held=max_held,
         largest_bucket=max(b.num_bytes for source in plan.sources for b in source.buckets),
         num_servers=num_servers,

@@ -53,9 +53,6 @@ def limits_of(workers: Workers) -> dict[int, tuple[int, int]]:
     if workers.max_memory_gib:
         num_bytes = int(workers.max_memory_gib * 2**30)
         limits[resource.RLIMIT_AS] = num_bytes, num_bytes
-    if workers.max_cpu_seconds:
-        # The kernel sends SIGXCPU at the first limit, and SIGKILL at the second.
-        limits[resource.RLIMIT_CPU] = workers.max_cpu_seconds, workers.max_cpu_seconds + 1
     return limits
 
 

@@ -56,7 +56,7 @@ TWO_SERVERS = "--inference.no-launch --inference.urls=http://127.0.0.1:1,http://
         "--inference.lend --grpo.no-async_weight_update --rollout.replay={file}",  # no servers
         "--cluster.a.tags=train,rollout --cluster.b.tags=rollout --rollout.hedge_seconds=5",
         "--cluster.a.tags= --rollout.replay={file}",
-        "--guards.nonfinite=stop --guards.grad_norm_limit=50",
+        "--guards.nonfinite=stop --guards.grad_norm_factor=50",
         "--prompts.path= --prompts.paths={file},owner/two --prompts.weights 0.7 0.3",
         "--prompts.path= --prompts.paths={folder},owner/two",  # may be named like a file
         f"{TAUGHT} --grpo.group_size=1",

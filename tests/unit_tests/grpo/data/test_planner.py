@@ -5,6 +5,7 @@ import pytest
 from rollouts import group, rollout
 
 from torchtitan.grpo.config.job_config import JobConfig
+from torchtitan.grpo.data.cost import token_cost
 from torchtitan.grpo.data.planner import StepPlanner
 from torchtitan.grpo.data.replay import split_groups
 from torchtitan.grpo.models.hf_config import read_hf_model
@@ -32,23 +33,24 @@ def test_the_model_s_operations_are_balanced_unless_tokens_are(planner):
     # One of 60 tokens costs more than six of 10, by the attention that they lack.
     groups = [group(0, *(rollout(n - 2) for n in (60, *[10] * 6)))]
 
-    def plan(**settings):
-        settings |= {"share_contexts": False}
-        return planner(64, 1, **settings).plan(groups, step=0, version=0, num_ranks=2).plan
+    def plan(*, by_tokens: bool = False, **settings):
+        made = planner(64, 1, share_contexts=False, **settings)
+        if by_tokens:
+            made._cost = token_cost
+        return made.plan(groups, step=0, version=0, num_ranks=2).plan
 
-    by_tokens, by_flops = plan(balance_cost="tokens"), plan()
+    by_tokens, by_flops = plan(by_tokens=True), plan()
     assert [int((r.sample_ids >= 0).sum()) for r in by_tokens.rows_of_rank] == [60, 60]
     assert by_tokens.metrics["data/max_over_mean_cost"] == 1
     assert by_flops.metrics["data/max_over_mean_cost"] > 1
     # The rank of least cost comes first.
     longest = [int(rows.positions.max()) for rows in by_flops.rows_of_rank]
     assert longest[1] == max(longest) > longest[0]
-    # Without balance, rows are packed first; and rows come in buckets.
+    # Without balance, rows are packed first.
     groups = [group(0, *(rollout(n - 2) for n in (40, 24, 20, 20)))]
     for settings, tokens in ({"balance_batch": False}, [64, 40]), ({}, [44, 60]):
-        rows = plan(balance_cost="tokens", **settings).rows_of_rank
+        rows = plan(by_tokens=True, **settings).rows_of_rank
         assert [int((r.sample_ids >= 0).sum()) for r in rows] == tokens
-    assert [rows.num_rows for rows in plan(row_bucket=4).rows_of_rank] == [4, 4]
 
 
 def test_microbatches_are_whole_only_where_their_shape_must_not_change(planner):
@@ -60,7 +62,7 @@ def test_microbatches_are_whole_only_where_their_shape_must_not_change(planner):
         return made.plan.rows_of_rank[0].num_rows
 
     assert num_rows() == 3
-    assert num_rows(row_bucket=1) == num_rows(packed_attention="flex") == 4
+    assert num_rows(packed_attention="flex") == 4
     assert num_rows(enable=True) == num_rows(pipeline_parallel_degree=2) == 4
 
 

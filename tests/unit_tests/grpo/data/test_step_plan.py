@@ -71,10 +71,7 @@ def test_a_plan_counts_tokens_ages_and_leaves_unscored_samples_out():
 
 def advantages_of(made):
     table = made.samples
-    return compute_advantages(
-        table.rewards, table.group_ids, table.completion_lengths, kind="group_mean", std="sample",
-        eps=1e-4, length_power=0,
-    )  # fmt: skip
+    return compute_advantages(table.rewards, table.group_ids, kind="group_mean")
 
 
 def test_minibatches_take_whole_groups_and_even_out_tokens():
@@ -126,11 +123,9 @@ def test_supervised_rows_are_spread_and_weigh_their_coefficient_in_each_minibatc
     assert plan(groups, GRPO(ptx_coef=0.0), ptx=ptx).minibatch_tokens == [4 * 3]
 
 
-def test_constant_length_weights_use_the_longest_completion_unless_told():
-    groups = [group(0, written(1.0), written(0.0))]
-    for settings, length in (({}, 8), ({"aggregation_length": 5}, 5)):
-        made = plan(groups, GRPO(aggregation="constant_length", **settings))
-        assert made.rows_of_rank[0].loss_weights.max() == pytest.approx(1 / (2 * length))
+def test_constant_length_weights_use_the_longest_completion():
+    made = plan([group(0, written(1.0), written(0.0))], GRPO(aggregation="constant_length"))
+    assert made.rows_of_rank[0].loss_weights.max() == pytest.approx(1 / (2 * 8))
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant_length"])

@@ -7,7 +7,6 @@ from torchtitan.grpo.losses.gae import (
     estimate_advantages,
     explained_variance,
     find_decisions,
-    length_adaptive_lambda,
     mean_and_variance,
     moments,
     token_rewards,
@@ -77,7 +76,7 @@ def test_rows_without_a_trained_token_have_no_decision(level):
     empty = decisions.at_begins(torch.ones(1, 3))
     found = estimate_advantages(empty, empty, decisions, gamma=1.0, lam=0.9)
     assert found.shape == (0,)
-    assert whitened(found, moments(found)).shape == length_adaptive_lambda(decisions, 1.0).shape
+    assert whitened(found, moments(found)).shape == found.shape
     assert mean_and_variance(moments(found)) == (0.0, 0.0)
 
 
@@ -163,13 +162,6 @@ def test_a_turn_is_one_decision_with_the_value_where_it_begins():
     found = estimate_advantages(rewards, values, turns, gamma=0.5, lam=0.5)
     # delta = 0.25 + 0.5 * 0.75 - 0.5 and 1 - 0.75
     close(found, [0.125 + 0.25 * 0.25, 0.25])
-
-
-def test_the_length_adaptive_lambda_grows_with_the_episode_and_is_never_negative():
-    decisions = find_decisions(mask("xxxxx", "x----"), ids("00011", "00000"), "token")
-    # Lengths 3, 2 and 1, and alpha = 1 and 0.5.
-    close(length_adaptive_lambda(decisions, 1.0), [2 / 3] * 3 + [0.5] * 2 + [0.0])
-    close(length_adaptive_lambda(decisions, 0.5), [1 / 3] * 3 + [0.0] * 3)
 
 
 def test_advantages_and_targets_may_have_separate_lambdas():

@@ -28,7 +28,7 @@ ELSEWHERE = re.compile(
     r"prompts_per_step|ref_model_|ptx_path|ptx_per_step|logprob_|context_parallel|async_|"
     r"packed_attention|hf_export|stop_timeout|max_pending_weight_grads|pipeline_memory|"
     r"recompute_early_blocks|lost_rank_seconds|pipeline_fill_gaps|pipeline_offload|"
-    r"pipeline_microbatches|pipeline_chunk_tokens"
+    r"pipeline_chunk_tokens"
 )
 
 

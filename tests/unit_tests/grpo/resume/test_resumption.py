@@ -86,13 +86,13 @@ def test_each_setting_that_differs_is_named_with_what_becomes_of_it(world):
     assert world.describe() == f"Resumes after step 40 from {world.folder}/run/checkpoint/step-40."
     lines = world.describe(
         "--optimizer.lr=5e-6", "--lr_scheduler.warmup_steps=3", "--training.seq_len=128",
-        "--rollout.temperature=0.5", "--prompts.balance_cost=tokens", "--observe.progress=none",
+        "--rollout.temperature=0.5", "--prompts.no-share_contexts", "--observe.progress=none",
     ).splitlines()[1:]  # fmt: skip
     assert [line.strip() for line in lines] == [
         "optimizer.lr: 0.0003 -> 5e-06, takes effect from step 41",
         "lr_scheduler.warmup_steps: 10 -> 3, takes effect from step 41",
         "training.seq_len: 256 -> 128, takes effect from step 41",
-        'prompts.balance_cost: "flops" -> "tokens", takes effect from step 41',
+        "prompts.share_contexts: true -> false, takes effect from step 41",
         "rollout.temperature: 0.8 -> 0.5, takes effect from step 41",
         "Rollouts kept beside the checkpoint were made under the old training.seq_len and "
         "rollout.temperature. They are not used; their prompts are sampled again.",

@@ -58,9 +58,6 @@ def is_set(completions, **kw):
 def take(completions, **kw):
     return [float(len(bytearray(int(c)))) for c in completions]
 
-def compute(completions, **kw):
-    while True:
-        pass
 """
 
 PROMPT = Prompt(0, "2+2=", np.array([1], np.int32), {"answer": "4"})
@@ -175,14 +172,6 @@ async def test_workers_see_only_named_keys_and_have_a_limit_of_memory(functions,
         assert await values(pool, PROMPT, ["1000"], [[1]], [1]) == [[1000.0]]
         with pytest.raises(ScoringFailed, match="MemoryError"):
             await pool.score(PROMPT, [str(8 << 30)], [[1]], [1])
-
-
-async def test_a_worker_that_computes_beyond_the_limit_is_ended(functions: str):
-    # The imports of a worker take processor time as well; the limit of a call is far above.
-    given = Workers(max_cpu_seconds=5)
-    async with started_pool(f"{functions}:compute", seconds=60.0, workers=given) as pool:
-        with pytest.raises(ScoringFailed, match=r"ended with exit code -24"):  # SIGXCPU
-            await pool.score(PROMPT, ["1"], [[1]])
 
 
 ODD_RESULTS = r"""

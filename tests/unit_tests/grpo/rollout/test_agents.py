@@ -701,11 +701,10 @@ async def test_few_programs_start_at_once_and_only_until_their_first_request(mod
         assert [one.environment_reward for one in await asyncio.gather(*(r.task for r in running))]
 
 
-@pytest.mark.parametrize("most", [0, 3])
-def test_a_command_starts_by_cores(most: int) -> None:
-    agent = Agent(command=["python"], max_starting=most)
+def test_a_command_starts_by_cores() -> None:
+    agent = Agent(command=["python"])
     config: Any = SimpleNamespace(agent=agent, rollout=Rollout(), workers=Workers(), seq_len=9)
-    assert Agents.of(config, DropLog()).starting._value == (most or usable_cores())
+    assert Agents.of(config, DropLog()).starting._value == usable_cores()
 
 
 async def test_own_time_counts_from_the_first_request(

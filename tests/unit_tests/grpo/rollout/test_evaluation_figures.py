@@ -24,8 +24,6 @@ SETTINGS = EvaluationSet(
     num_samples=4,
     temperature=1.0,
     pass_at=[1, 2, 4],
-    pass_score=0.5,
-    kept_samples=1,
 )
 
 
@@ -39,7 +37,7 @@ def prompt(index: int, *scores: float, cut: int = 0) -> EvaluatedPrompt:
 
 
 PROMPTS = [
-    prompt(0, 1.0, 0.0, 0.5, 0.4, cut=1),  # 2 of 4 pass: 1/2, 5/6, 1
+    prompt(0, 1.0, 0.0, 0.5, 0.4, cut=1),  # 1 of 4 passes: 1/4, 1/2, 1
     prompt(1, 0.0, 0.0, 0.0, 0.0),  # none
     prompt(2, 1.0, 1.0),  # two could not be scored: 1, 1
 ]
@@ -49,12 +47,12 @@ def test_prompts_count_alike_and_prompts_with_too_few_completions_not_at_all():
     found = summarize_set("digits", SETTINGS, PROMPTS)
     assert found.score == pytest.approx((1.9 / 4 + 0 + 1) / 3)
     assert (found.num_prompts, found.num_completions) == (3, 10)
-    assert found.pass_at[1] == pytest.approx((1 / 2 + 0 + 1) / 3)
-    assert found.pass_at[2] == pytest.approx((5 / 6 + 0 + 1) / 3)
+    assert found.pass_at[1] == pytest.approx((1 / 4 + 0 + 1) / 3)
+    assert found.pass_at[2] == pytest.approx((1 / 2 + 0 + 1) / 3)
     assert found.pass_at[4] == pytest.approx(1 / 2)
     assert found.length_mean == pytest.approx((10 + 10 + 3) / 10)
     assert (found.length_max, found.cut_fraction) == (4, 0.1)
-    assert [sample.index for sample in found.samples] == [0]
+    assert [sample.index for sample in found.samples] == [0, 1, 2]
     # A figure that no prompt has enough completions for is left out.
     assert summarize_set("digits", SETTINGS, PROMPTS[2:]).pass_at == {1: 1.0, 2: 1.0}
 
@@ -67,7 +65,7 @@ def test_all_that_is_reported_is_described_and_the_sets_score_is_their_mean():
     metrics = evaluation_metrics(result)
     assert undescribed(metrics) == []
     assert metrics["evaluation/score"] == pytest.approx((1.9 / 4 + 0) / 2)
-    assert metrics["evaluation/a/pass_at_2"] == pytest.approx(5 / 6)
+    assert metrics["evaluation/a/pass_at_2"] == pytest.approx(1 / 2)
     assert metrics["evaluation/b/cut_fraction"] == 0
     records = list(sample_records(result))
     assert [(r["step"], r["set"], r["row"]) for r in records] == [(3, "a", 0), (3, "b", 1)]
@@ -76,7 +74,7 @@ def test_all_that_is_reported_is_described_and_the_sets_score_is_their_mean():
         "versions": [3, 4],
     }  # fmt: skip
     lines = list(evaluation_lines(result))
-    assert lines[0].startswith("held-out a, exact_match at step 3: 0.475, pass@1 0.500")
+    assert lines[0].startswith("held-out a, exact_match at step 3: 0.475, pass@1 0.250")
     assert "100% of these completions have tokens of newer weights, of up to step 4" in lines[2]
 
 

@@ -23,7 +23,7 @@ from torchtitan.grpo.types import PromptProgress, Rollout, RolloutGroup
 
 SEQ_LEN, NUM_STEPS, NUM_EPISODES = 32, 4, 5
 LR, CRITIC_LR, EPS, MAX_NORM = 1e-2, 2e-2, 1e-2, 0.1
-KL_COEF, GAMMA, LAMBDA, TARGET_LAMBDA, CLIP = 0.2, 0.97, 0.9, 0.95, 0.05
+KL_COEF, GAMMA, LAMBDA, CLIP = 0.2, 0.97, 0.9, 0.05
 
 
 @dataclass(frozen=True)
@@ -84,9 +84,9 @@ class World:
             "grpo.num_epochs": algorithm.num_epochs, "grpo.mismatch_correction": "none",
             "grpo.kl_coef": KL_COEF, "grpo.kl_in": "reward", "grpo.kl_estimator": "k1",
             "grpo.ref_model_path": self.folder / "reference",
-            "critic.lr": CRITIC_LR, "critic.gamma": GAMMA, "critic.target_lambda": TARGET_LAMBDA,
-            "critic.gae_lambda": 0.95 if algorithm.alpha else LAMBDA, "critic.value_clip": CLIP,
-            "critic.length_adaptive_alpha": algorithm.alpha, "critic.whiten": algorithm.whiten,
+            "critic.lr": CRITIC_LR, "critic.gamma": GAMMA,
+            "critic.gae_lambda": LAMBDA, "critic.value_clip": CLIP,
+            "critic.whiten": algorithm.whiten,
             "critic.warmup_steps": algorithm.warmup_steps, "critic.level": algorithm.level,
         }  # fmt: skip
         return replay_settings.case(name, settings, more)
@@ -185,7 +185,7 @@ def estimate(
     by_token = torch.zeros(len(kl))
     for places, advantage in zip(decisions, backwards(rewards, values, lam), strict=True):
         by_token[places] = advantage
-    targets = backwards(rewards, values, TARGET_LAMBDA)
+    targets = backwards(rewards, values, 1.0)
     return Estimate(
         decisions, by_token, torch.tensor(values), torch.tensor(targets) + torch.tensor(values)
     )

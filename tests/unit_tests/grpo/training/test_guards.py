@@ -28,9 +28,6 @@ BAD = {
         {"policy/entropy": 1e-4}, "policy/entropy is 0.0001, below guards.entropy_floor = 0.001"
     ),
     "mismatch_kl": ({"mismatch/kl": 0.6}, "mismatch/kl is 0.6, above guards.mismatch_kl_limit = 0.5"),
-    "reference_kl": (
-        {"loss/reference_kl": 3.0}, "loss/reference_kl is 3, above guards.reference_kl_limit = 1"
-    ),
 }  # fmt: skip
 
 
@@ -112,7 +109,7 @@ def test_completions_without_a_reward_are_judged_by_their_fraction(action):
 def test_each_metric_of_the_loss_must_be_finite(name, action):
     wanted = {"skip": Verdict.SKIP, "stop": Verdict.STOP}.get(action, Verdict.TAKE)
     for value in (math.nan, math.inf, -math.inf):
-        judge = Judge(nonfinite=action, mismatch_kl="off", reference_kl="off", entropy="off")
+        judge = Judge(nonfinite=action, mismatch_kl="off", entropy="off")
         assert judge.guards.judge(1, 1.0, METRICS) is Verdict.TAKE
         assert judge.guards.judge(2, 1.0, METRICS | {name: value}) is wanted
         assert judge.count("nonfinite") == 1
@@ -150,9 +147,9 @@ def test_a_norm_that_is_not_clipped_is_no_spike():
 
 
 def test_a_critics_norm_has_a_median_of_its_own_and_its_loss_must_be_finite():
-    judge = Judge(grad_norm="skip", grad_norm_limit=3.0)
+    judge = Judge(grad_norm="skip")
     for _ in range(20):
-        assert judge(**{"critic/grad_norm": 50.0}) is Verdict.TAKE, "the limit is the policy's"
+        assert judge(**{"critic/grad_norm": 50.0}) is Verdict.TAKE
     assert judge(**{"critic/grad_norm": 999.0}) is Verdict.TAKE
     assert judge(**{"critic/grad_norm": 1001.0}) is Verdict.SKIP
     assert "critic/grad_norm is 1001, above guards.grad_norm_factor = 20" in judge.lines[0]
@@ -190,22 +187,19 @@ def test_a_step_that_is_not_finite_does_not_enter_the_median():
 
 
 def test_the_median_follows_a_norm_that_has_risen_for_good():
-    judge = Judge(grad_norm="skip", max_skipped_steps=100)
+    judge = Judge(grad_norm="warn")
     for _ in range(20):
         judge()
-    verdicts = [judge(grad_norm=100.0) for _ in range(20)]
-    assert verdicts[0] is Verdict.SKIP
-    assert verdicts[-1] is Verdict.TAKE
+    for _ in range(20):
+        judge(grad_norm=100.0)
+    assert 0 < judge.count("grad_norm") < 20
 
 
-def test_a_norm_that_is_not_clipped_is_never_too_large_and_a_limit_needs_no_history():
+def test_a_norm_that_is_not_clipped_is_never_too_large():
     judge = Judge(grad_norm="skip")
     for _ in range(20):
         judge(grad_norm=1e-4)
     assert [judge(grad_norm=norm) for norm in (0.9, 1.1)] == [Verdict.TAKE, Verdict.SKIP]
-    judge = Judge(grad_norm="skip", grad_norm_limit=10.0)
-    assert [judge(grad_norm=norm) for norm in (10.0, 10.5)] == [Verdict.TAKE, Verdict.SKIP]
-    assert "grad_norm is 10.5, above guards.grad_norm_limit = 10." in judge.lines[0]
 
 
 def test_warnings_come_at_doubling_distances_and_begin_anew_after_a_healthy_step():
@@ -220,13 +214,13 @@ def test_warnings_come_at_doubling_distances_and_begin_anew_after_a_healthy_step
 
 
 def test_a_run_that_skips_without_end_is_stopped():
-    judge = Judge(max_skipped_steps=3)
+    judge = Judge()
     bad = {"loss/total": math.nan}
-    assert [judge(**bad), judge(**bad), judge(), judge(**bad), judge(**bad)] == [
-        Verdict.SKIP, Verdict.SKIP, Verdict.TAKE, Verdict.SKIP, Verdict.SKIP,
-    ]  # fmt: skip
+    for healthy in (judge, None):
+        assert {judge(**bad) for _ in range(9)} == {Verdict.SKIP}
+        assert healthy is None or healthy() is Verdict.TAKE
     assert judge(**bad) is Verdict.STOP
-    with pytest.raises(GuardStopped, match="3 optimizer steps in a row were skipped"):
+    with pytest.raises(GuardStopped, match="10 optimizer steps in a row were skipped"):
         judge.guards.raise_if_stopped()
 
 
@@ -244,15 +238,15 @@ def test_equal_rewards_act_after_so_many_batches_in_a_row(action, wanted):
 
 @pytest.mark.parametrize("action", ["stop", "warn", "off"])
 def test_lost_servers_act_once_for_each_outage(action):
-    judge = Judge(servers_lost=action, servers_lost_seconds=10.0)
-    ends = [judge.guards.judge_servers(7, seconds) for seconds in (0.0, 9.9, 10.0, 11.0)]
+    judge = Judge(servers_lost=action)
+    ends = [judge.guards.judge_servers(7, seconds) for seconds in (0.0, 59.9, 60.0, 61.0)]
     assert ends == [False, False, action == "stop", action == "stop"]
     assert judge.count("servers_lost") == (action != "off")
     assert len(judge.lines) == (action == "warn")
     if action == "warn":
-        assert "taken work for 10 s (guards.servers_lost_seconds = 10)" in judge.lines[0]
+        assert "taken work for 60 s. With" in judge.lines[0]
         judge.guards.judge_servers(8, 0.0)
-        judge.guards.judge_servers(9, 12.0)
+        judge.guards.judge_servers(9, 72.0)
         assert judge.count("servers_lost") == 2
 
 

@@ -223,7 +223,7 @@ def _make_plan(facts: _Given) -> Plan:
         config.grpo, rollout, replace(costs, reward=reward), lengths, old.num_servers, old.num_lent, places,
         prompt_tokens, config.training.seq_len if config.prompts.share_contexts else 0,
         reward_places=reward_places(config.reward) if reward else 1, dropped=dropped,
-        max_late=config.inference.lend_max_late, num_ranks=old.num_ranks, cores=measured.cores if measured else 0,
+        num_ranks=old.num_ranks, cores=measured.cores if measured else 0,
     )  # fmt: skip
     row = config.training.seq_len * config.training.local_batch_size
     made = Plan(system, old, unit, facts.server_devices, row)

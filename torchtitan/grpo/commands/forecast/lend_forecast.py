@@ -20,7 +20,7 @@ class LendingSimulation(Simulation):
     def __init__(self, system: System, seed: int) -> None:
         super().__init__(system, seed)
         self.lent = Lent.NO
-        self._scheduler = LendScheduler(system.max_late)
+        self._scheduler = LendScheduler()
         self._since, self._began_at, self._full_at = 0.0, 0.0, 0.0
         self._step_at, self._step_tokens, self._late_seconds = 0.0, 0.0, 0.0
         self._lent = [server for server in self.servers if server.is_lent]

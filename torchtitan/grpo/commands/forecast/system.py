@@ -98,8 +98,8 @@ class System:
 
     ``num_servers`` are those with hardware of their own, and ``num_lent`` those on the devices of
     training. ``max_running`` is how many completions fit into a server's cache, and 0 sets no limit.
-    ``dropped`` is the part of the finished groups that is not trained on, and ``max_late``
-    ``inference.lend_max_late``. ``shared_row`` is the number of tokens of a row in which completions
+    ``dropped`` is the part of the finished groups that is not trained on.
+    ``shared_row`` is the number of tokens of a row in which completions
     share their prompt; 0 if they do not. Without GPUs, ``num_ranks`` ranks and all servers share
     ``cores``, each with as much work as before. ``off`` is how far the run that was measured is from
     its own simulation, as a part of the simulated rate: the least error of what is predicted from it.
@@ -116,7 +116,6 @@ class System:
     shared_row: int = 0
     reward_places: int = 1
     dropped: float = 0.0
-    max_late: float = 0.05
     num_ranks: int = 1
     cores: int = 0
     off: float = 0.0

@@ -46,8 +46,7 @@ class Agents:
         programs = make_programs(
             config.agent, config.rollout, config.workers, drops.record_episode, name
         )
-        most = config.agent.max_starting or usable_cores()
-        starting = asyncio.Semaphore(most if config.agent.command else sys.maxsize)
+        starting = asyncio.Semaphore(usable_cores() if config.agent.command else sys.maxsize)
         return cls(AgentEndpoint(config.agent.host, config.seq_len), programs, starting)
 
     async def start(self) -> None:

@@ -111,10 +111,14 @@ class Moment:
     later_groups: int = 0
 
 
+MAX_LATE = 0.05
+"""Share of the time of training steps by which lending may delay them."""
+
+
 class LendScheduler:
     """Decides from measured times. ``max_late`` is a share of the time of steps."""
 
-    def __init__(self, max_late: float) -> None:
+    def __init__(self, max_late: float = MAX_LATE) -> None:
         self._max_late = max_late
         self._room, self._wake, self._sleep = (FadingMean(_FADE) for _ in range(3))
         self._debt = 0.0  # negative: of the share is so much left

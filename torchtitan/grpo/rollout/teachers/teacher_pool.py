@@ -48,6 +48,7 @@ from torchtitan.grpo.types import Rollout, TopTokens
 logger = logging.getLogger(__name__)
 
 _MOST_OWN_FAILURES = 20
+MAX_UNRATED_GROUPS = 16
 # A request that is refused will hardly be answered later; one that failed may be.
 _REFUSAL_COUNT = 4
 _LONGEST_POLL_SECONDS = 0.5
@@ -159,7 +160,7 @@ class TeacherPool:
         """Returns the rollouts of a group with the teacher's ratings.
 
         Raises Unrated if one got none, and TeachersFailing for the last of
-        ``teacher.max_unrated_groups`` such groups in a row.
+        `MAX_UNRATED_GROUPS` such groups in a row.
         """
         failed: NotRated | None = None
         pairs = [(rollout.prompt_ids, rollout.token_ids) for rollout in rollouts]
@@ -197,13 +198,9 @@ class TeacherPool:
 
     def _count(self, failed: NotRated) -> RuntimeError:
         self._unrated_in_a_row += 1
-        most = self._settings.max_unrated_groups
-        if self._unrated_in_a_row < most:
+        if self._unrated_in_a_row < MAX_UNRATED_GROUPS:
             return Unrated(str(failed))
-        return TeachersFailing(
-            f"{self._unrated_in_a_row} groups in a row got no rating (teacher.max_unrated_groups = "
-            f"{most}). {failed}"
-        )
+        return TeachersFailing(f"{self._unrated_in_a_row} groups in a row got no rating. {failed}")
 
     async def rate(self, pairs: Sequence[Pair]) -> list[Rating]:
         """Rates rollouts by one request, or raises :class:`NotRated`."""

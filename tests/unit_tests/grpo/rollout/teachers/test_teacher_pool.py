@@ -219,12 +219,13 @@ async def test_a_teacher_that_became_another_model_while_nobody_asked_is_not_use
             await rating
 
 
-async def test_a_rating_is_given_up_after_silence_and_never_invented(model):
-    pool, teacher = await started(model, wait_seconds=0.3, max_unrated_groups=2)
+async def test_a_rating_is_given_up_after_silence_and_never_invented(model, monkeypatch):
+    monkeypatch.setattr(teacher_pool, "MAX_UNRATED_GROUPS", 2)
+    pool, teacher = await started(model, wait_seconds=0.3)
     teacher.answer = refuse
     with pytest.raises(Unrated, match=r"No teacher has answered .*teacher\.wait_seconds = 0\.3"):
         await pool.rate_group([rollout(), rollout()])
-    with pytest.raises(TeachersFailing, match=r"2 groups in a row .*max_unrated_groups = 2"):
+    with pytest.raises(TeachersFailing, match=r"2 groups in a row got no rating"):
         await pool.rate_group([rollout()])
     assert pool.num_waiting == pool.num_waiting_groups == 0
     teacher.answer, rated = teacher.by_number, []
@@ -239,9 +240,10 @@ async def test_a_rating_is_given_up_after_silence_and_never_invented(model):
     ("settings", "head_start"), [({}, 0.4), ({"max_concurrent_requests": 1}, 0.0)]
 )
 async def test_a_group_that_began_late_or_had_no_place_yet_is_not_given_up_with_another(
-    model, settings, head_start
+    model, monkeypatch, settings, head_start
 ):
-    pool, teacher = await started(model, wait_seconds=0.5, max_unrated_groups=2, **settings)
+    monkeypatch.setattr(teacher_pool, "MAX_UNRATED_GROUPS", 2)
+    pool, teacher = await started(model, wait_seconds=0.5, **settings)
     teacher.answer = refuse
     first = asyncio.create_task(pool.rate_group([rollout()]))
     await asyncio.sleep(head_start)
