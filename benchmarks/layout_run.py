@@ -13,8 +13,7 @@ because torchtitan does not offer it.
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ import torch.distributed as dist
 
 from torchtitan.grpo.config_checks import check_model
 from torchtitan.grpo.config_checks.load import load_config
-from torchtitan.grpo.losses.objective import batch_loss_metrics
 from torchtitan.grpo.models.hf_config import read_hf_model
 from torchtitan.grpo.models.hf_weights import full_hf_tensors
 from torchtitan.grpo.models.shards import named_parameters
@@ -52,17 +50,15 @@ class WatchedTrainer(GRPOTrainer):
         self.spread = 0.0
         self.use_sgd = use_sgd
         if use_sgd:
-            self.optimizers = self._sgd(self.model_parts)
-            self.learner = replace(self.learner, optimizers=self.optimizers)
-            if (critic := self.learner.critic) is not None:
-                own = replace(critic, optimizers=self._sgd(critic.parts))
-                self.learner = replace(self.learner, critic=own)
+            lr = SGD_FACTOR * self.config.optimizer.lr
+            for trainee in self.learner.trainees:
+                trainee.optimizers = Optimizers(
+                    trainee.parts,
+                    [(torch.optim.SGD(part.parameters(), lr=lr),) for part in trainee.parts],
+                )
+            self.optimizers = self.learner.policy.optimizers
         step, self.optimizers.step = self.optimizers.step, self._watched_step
         self._optimizer_step = step
-
-    def _sgd(self, parts: Sequence[torch.nn.Module]) -> Optimizers:
-        lr = SGD_FACTOR * self.config.optimizer.lr
-        return Optimizers(parts, [(torch.optim.SGD(part.parameters(), lr=lr),) for part in parts])
 
     def _watched_step(self) -> None:
         if self.use_sgd and self.gradients is None:
@@ -80,12 +76,11 @@ class WatchedTrainer(GRPOTrainer):
                 if parameter.requires_grad:
                     yield prefix + name, parameter
 
-    def _log_step(self, learned, learning_rate) -> None:
-        super()._log_step(learned, learning_rate)
+    def _log_step(self, learned) -> None:
+        super()._log_step(learned)
         # These metrics have been reduced over all ranks.
-        metrics = batch_loss_metrics(learned.totals, len(learned.grad_norms))
-        self.losses.append(metrics["loss/total"])
-        self.grad_norms.append(sum(learned.grad_norms) / len(learned.grad_norms))
+        self.losses.append(learned.of_trainees["loss/total"])
+        self.grad_norms.append(learned.of_trainees["grad_norm"])
 
     def _finish(self) -> None:
         """Does nothing: no model is exported."""

@@ -95,7 +95,7 @@ class GRPOTrainer(Trainer):
         self.learner = build_learner(
             self, self.runner, self.feed, self.role, self.guards, self.enter, self._before_step
         )
-        self.loan = build_loan(self, self.feed, self.learner.scorer)
+        self.loan = build_loan(self, self.feed, self.learner)
         self.rank_zero = RankZeroTurn(self.feed, stop, self._explain_failure, self.loan.receive)
 
     def init_distributed(self) -> ParallelDims:
@@ -152,12 +152,16 @@ class GRPOTrainer(Trainer):
         self._publish(self._reserve_slot())
         if self.source is not None:
             self.evaluations = Evaluations(
-                self.config, self.source, self.publisher, self.metrics_processor.log_evaluation
+                self.config,
+                self.source,
+                self.publisher,
+                self.metrics_processor.log_evaluation,
+                self.loan.before_wait,
             )
             # Without a further step, the others do not wait for rank 0 here, and `_settle` does all of this.
             if self.should_continue_training():
                 with self.rank_zero.releasing_others():
-                    self.source.lend(self.step)  # also what the probe has used
+                    self.loan.before_wait(self.step)  # also what the probe has used
                     self._wait_for_push(self.step)
                     self._evaluate()
         self.held_out: HeldOutLoss | None = None
@@ -193,7 +197,7 @@ class GRPOTrainer(Trainer):
                 stop = Signal.HALT if self.guards.reason else Signal.STOP
                 self.feed.send_signal(stop if self.stopped else Signal.END)
                 return None
-            self.loan.take()
+            self.loan.on_batch()
             self.rollout_metrics = step.metrics
             if self.utilization is not None:
                 self.utilization.add(step.plan, begins_batch=step.part.begins_batch)
@@ -207,32 +211,30 @@ class GRPOTrainer(Trainer):
 
     def _train_step(self, batch: TrainBatch) -> bool:
         """Returns False if the run is to end before the step is complete."""
-        learning_rate = float(self.lr_schedulers.schedulers[0].get_last_lr()[0])
         if self.config.rollout.stream:
             learned = self.learner.learn_in_parts(batch, self.step + 1, self._next_batch)
         else:
             learned = self.learner.learn(batch, self.step + 1)
-        self.loan.finish_taking()  # without an optimizer step, nothing has waited for it
+        self.loan.before_step()  # without an optimizer step, nothing has waited for it
         if learned is None:
             self.stopped = self.stopped or self.guards.reason is not None
             return False
         self.step += 1
-        self.lr_schedulers.step()
-        self.learner.end_step(self.model_parts)
+        self.learner.end_step()
         with self.clock.measure("boundary_stall"):
             self._publish(learned.batch.publish_slot)
             if not self.config.grpo.async_weight_update:
                 self.stopped = self.rank_zero.run(lambda: self._wait_for_push(self.step))
         self.ntokens_seen += learned.batch.num_tokens
         self.progress = learned.batch.progress
-        self._log_step(learned, learning_rate)
+        self._log_step(learned)
         self.channel.board.complete(self.step)
         self.metrics_processor.monitor.phases.complete(self.step)
         return True
 
     def _before_step(self) -> None:
         """Waits until neither a checkpoint nor a push reads the weights, and states are back."""
-        self.loan.finish_taking()
+        self.loan.before_step()
         self.checkpointer.maybe_wait_for_staging()
         with self.clock.measure("boundary_stall"), self.clock.measure("fence"):
             self.publisher.fence()
@@ -303,7 +305,7 @@ class GRPOTrainer(Trainer):
 
     def _settle(self, hf_checkpoint: Path) -> None:
         assert self.source is not None
-        self.source.lend(self.step)
+        self.loan.before_wait(self.step)
         if self.evaluations is not None:
             self.evaluations.finish(self.step)
         self._wait_for_push(self.step)
@@ -322,7 +324,9 @@ class GRPOTrainer(Trainer):
 
     def _start_rollouts(self) -> None:
         self.metrics_processor.monitor.start()
-        self.loan.announce()  # servers that are launched on the devices need their memory at once
+        self.loan.before_wait(
+            self.step
+        )  # servers that are launched on the devices need their memory at once
         # Assigned before it is started: what has been started by then must be closed.
         self.source = open_step_source(
             self.config,
@@ -331,7 +335,7 @@ class GRPOTrainer(Trainer):
             progress=self.progress,
             date=self.begins.record.date,
             should_stop=self._should_stop,
-            make_room=self.loan.announce,
+            loan=self.loan,
             on_hangup=self.stop.on_hangup,
             uses_kept_rollouts=not self.begins.unusable_because,
         )
@@ -401,14 +405,14 @@ class GRPOTrainer(Trainer):
         self.enter("exporting the model")
         return checkpoint.export(self, self.sd_adapter, self.hf_model, is_last=is_last)
 
-    def _log_step(self, learned: StepResult, learning_rate: float) -> None:
+    def _log_step(self, learned: StepResult) -> None:
         times = self.clock.end_step()
         if self.source is None:
             return
         metrics = learned.metrics(times["time/step_seconds"])
-        metrics |= {"lr": learning_rate, "policy_version": float(self.step)}
+        metrics["policy_version"] = float(self.step)
         metrics |= times | self.rollout_metrics | self.publisher.metrics()
-        metrics |= self.guards.metrics() | self.runner.take_metrics() | self.loan.take_metrics()
+        metrics |= self.guards.metrics() | self.runner.take_metrics() | self.loan.metrics()
         if self.utilization is not None:
             metrics |= self.utilization.metrics(times["time/step_seconds"])
         samples = self.source.samples.latest

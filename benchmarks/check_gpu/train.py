@@ -35,7 +35,8 @@ from torchtitan.grpo.training.frame import join_ranks
 from torchtitan.grpo.training.gradient_norm import GradientClipper
 from torchtitan.grpo.training.model_spec import hf_train_spec, whole_model_runner
 from torchtitan.grpo.training.optimizers import build_optimizers
-from torchtitan.grpo.training.scoring import MinibatchLoss, ScoredRows
+from torchtitan.grpo.training.scoring import MinibatchLoss
+from torchtitan.grpo.training.trainee import ScoredRows
 from torchtitan.grpo.upstream.parallelism import parallel_dims
 from torchtitan.grpo.upstream.tools import utils
 

@@ -34,12 +34,13 @@ from torchtitan.grpo.config_checks.load import load_config
 from torchtitan.grpo.data.feed import Feed, TrainBatch
 from torchtitan.grpo.data.rows import Sample, build_rows
 from torchtitan.grpo.data.step_plan import SampleTable
+from torchtitan.grpo.losses.objective import metric_reductions
 from torchtitan.grpo.models.hf_config import HFModel, read_hf_model
 from torchtitan.grpo.system.dtypes import TORCH_DTYPE_MAP
 from torchtitan.grpo.training.frame import Trainer
 from torchtitan.grpo.training.gradient_norm import GradientClipper
 from torchtitan.grpo.training.guards import Guards
-from torchtitan.grpo.training.learner import Learner
+from torchtitan.grpo.training.learner import Learner, Policy
 from torchtitan.grpo.training.memory_choice import (
     ASSUMED_BYTES,
     choose_kept,
@@ -170,10 +171,16 @@ def own_step(
         feed=LocalFeed(config.training.seq_len), device=DEVICE,
         is_counted=rank_role(dims, has_output=True).is_counted,
     )  # fmt: skip
+    optimizers: Any = spec.build_optimizers_fn([model], config.optimizer, dims)  # pyright: ignore
+    policy = Policy(
+        scorer.policy, [model], optimizers,
+        spec.build_lr_schedulers_fn(optimizers, config.lr_scheduler, config.training.steps),
+        GradientClipper([model], dims, config.training.max_norm),
+        metric_reductions(config.grpo, None), scorer.is_counted, scorer,
+    )  # fmt: skip
     learner = Learner(
         scorer,
-        optimizers=spec.build_optimizers_fn([model], config.optimizer, dims),  # pyright: ignore
-        clipper=GradientClipper([model], dims, config.training.max_norm),
+        [policy],
         guards=Guards(config, lambda _: None),
         enter=lambda _: None,
         before_step=lambda: None,

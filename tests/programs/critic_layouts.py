@@ -12,13 +12,14 @@ from torchtitan.grpo.data.rows import TrainRows
 from torchtitan.grpo.models.decoder import ValueAdapter
 from torchtitan.grpo.models.packed_model import ValueHead
 from torchtitan.grpo.models.shards import named_parameters
-from torchtitan.grpo.training.critic import Critic, ValueTargets, build_critic
+from torchtitan.grpo.training.critic import Critic, CriticLoss, build_critic
 from torchtitan.grpo.training.model_spec import critic_args, hf_train_spec
+from torchtitan.grpo.training.trainee import ValueTargets
 
 
 def critic_of(built: Built, path: str | None) -> Critic:
     config = built.config
-    config.grpo.advantage, config.critic.path, config.critic.value_clip = "gae", path, 0.0
+    config.grpo.advantage, config.critic.path = "gae", path
     config.training.max_norm = 1e9
     trainer: Any = SimpleNamespace(
         job_config=config,
@@ -53,7 +54,7 @@ def run_case(arguments: dict, case: dict) -> dict:
     built = build(case["policy"], arguments["seq_len"], **case["layout"])
     critic, rows = critic_of(built, case["critic"]), rows_of(arguments)
     values = critic.values(rows).logprobs()
-    critic.runner.forward_backward(rows, critic.loss(targets_of(rows)))
+    critic.runner.forward_backward(rows, CriticLoss(targets_of(rows), clip=0.0))
     heads = [m for part in critic.parts for m in part.modules() if isinstance(m, ValueHead)]
     # Every data-parallel rank had all rows, and gradients are summed.
     num_copies = case["layout"].get("dp_shard", 1) * case["layout"].get("dp_replicate", 1)

@@ -7,7 +7,8 @@ from build_model import build_stages
 from sharded_model import rows_of, runner_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchtitan.grpo.training.scoring import MinibatchLoss, ScoredRows
+from torchtitan.grpo.training.scoring import MinibatchLoss
+from torchtitan.grpo.training.trainee import ScoredRows
 
 WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "unique")
 """Operations whose result, or its shape, the host must know."""

@@ -70,9 +70,9 @@ class RecordedTrainer(GRPOTrainer):
 
         return run_and_count
 
-    def _log_step(self, learned: StepResult, learning_rate: float) -> None:
+    def _log_step(self, learned: StepResult) -> None:
         self.spikes += learned.spikes
-        super()._log_step(learned, learning_rate)
+        super()._log_step(learned)
 
     def _build_publisher(self) -> RecordingPublisher:
         return RecordingPublisher(self.events)

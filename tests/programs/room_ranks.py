@@ -12,16 +12,16 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan.grpo.data.feed import Feed, RankZeroFailed, Signal, TrainBatch
 from torchtitan.grpo.models.shards import local_tensor
-from torchtitan.grpo.training.freed_memory import Copies, DeviceMemory, Room
+from torchtitan.grpo.training.freed_memory import Copies, CudaMemory, Room
 from torchtitan.grpo.training.loan import Loan, LoanFailed
 
 
-class SecondMemory(DeviceMemory):
+class SecondMemory(CudaMemory):
     """Stands for a GPU's host memory; copies back have no effect until they are awaited."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
-        self.num_hosts = 0
+        self.num_hosts = self._num_bytes = 0
         self._pending: Copies = []
 
     def host_like(self, state: torch.Tensor) -> torch.Tensor:
@@ -33,6 +33,7 @@ class SecondMemory(DeviceMemory):
 
     def copy_out(self, copies: Copies) -> None:
         self.calls.append("out")
+        self._num_bytes += sum(local_tensor(state).nbytes for _, state in copies)
         _copy(copies)
 
     def start_copies_back(self, copies: Copies) -> None:
@@ -43,9 +44,14 @@ class SecondMemory(DeviceMemory):
         _copy(self._pending)
         self._pending = []
 
-    def release(self, freed_bytes: int) -> int:
+    def take_copy_seconds(self) -> float:
+        return 0.0
+
+    def release(self) -> int:
+        """Tells the states, of which a GPU would be told beside what was freed."""
         self.calls.append("release")
-        return freed_bytes
+        num_bytes, self._num_bytes = self._num_bytes, 0
+        return num_bytes
 
 
 def _copy(copies: Copies) -> None:
@@ -78,7 +84,7 @@ def exchanged(training: Training, room: Room, memory: SecondMemory) -> dict[str,
     """Gives and takes on one rank."""
     (part,), before, states = training.built.parts, tensors_of(training), states_of(training)
     gradients = [p.grad for p in part.parameters() if p.grad is not None]
-    expected = sum(local_tensor(t).nbytes for t in (*gradients, *(state for _, state in states)))
+    expected = sum(local_tensor(state).nbytes for _, state in states)
     for module in part.modules():
         if isinstance(module, FSDPModule):
             module.unshard()
@@ -93,18 +99,18 @@ def exchanged(training: Training, room: Room, memory: SecondMemory) -> dict[str,
         "given_again": room.give(),
         "readable_while_given": are_equal(tensors_of(training), before),
     }
-    room.take()
+    room.reclaim()
     result["usable_too_early"] = are_equal(tensors_of(training), before)
-    room.finish_taking()
-    room.take()
-    room.finish_taking()
+    room.finish_reclaim()
+    room.reclaim()
+    room.finish_reclaim()
     result["bits_are_the_same"] = are_equal(tensors_of(training), before)
     room.give()
-    room.take()
+    room.reclaim()
     room.give()  # although the copies back were not awaited
     result["safe_in_between"] = are_equal(tensors_of(training), before)
-    room.take()
-    room.finish_taking()
+    room.reclaim()
+    room.finish_reclaim()
     return result | {
         "num_hosts": memory.num_hosts,
         "num_states": len(states),
@@ -118,26 +124,21 @@ def lent(feed: Feed, training: Training, room: Room) -> dict[str, Any]:
     loan = Loan(feed, room, lambda: calls.append("staged"))
     training.optimizers.zero_grad()
     training.runner.forward_backward(training.rows, lambda output, _: output.sum())
-    own = sum(
-        local_tensor(p.grad).nbytes
-        for p in training.built.parts[0].parameters()
-        if p.grad is not None
-    )
-    own += sum(local_tensor(state).nbytes for _, state in states_of(training))
+    own = sum(local_tensor(state).nbytes for _, state in states_of(training))
     if feed.rank == 0:
-        loan.announce()
-        loan.announce()  # for a rollout process that was started again
+        loan.make_room(1)
+        loan.make_room(1)  # for a rollout process that was started again
         feed.send_signal(Signal.READY)
     else:
         assert loan.receive() is Signal.READY
     total = int(feed.all_reduce_sum(torch.tensor([own])))
     if feed.rank == 0:
-        loan.take()
+        loan.on_batch()
     else:
         with mock.patch.object(feed, "receive", lambda: object.__new__(TrainBatch)):
             loan.receive()
-    loan.finish_taking()
-    metrics, later = loan.take_metrics(), loan.take_metrics()
+    loan.before_step()
+    metrics, later = loan.metrics(), loan.metrics()
     result = {"total": total, "metrics": metrics, "later": later, "error": "", "calls": calls[-6:]}
     if feed.rank == 1:
 
@@ -147,7 +148,7 @@ def lent(feed: Feed, training: Training, room: Room) -> dict[str, Any]:
         room.give = refuse  # pyright: ignore[reportAttributeAccessIssue]
     try:
         if feed.rank == 0:
-            loan.announce()
+            loan.make_room(1)
         else:
             loan.receive()
     except LoanFailed as error:

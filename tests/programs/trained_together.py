@@ -8,6 +8,7 @@ from deferred_gradients import gathered
 from sharded_model import picked_sum, rows_of, runner_of
 
 from torchtitan.grpo.pipeline.fill import FillJob
+from torchtitan.grpo.training.critic import CriticLoss
 from torchtitan.grpo.training.runner import ForwardJob, TrainJob
 
 
@@ -49,7 +50,7 @@ def run_case(arguments: dict, case: dict) -> dict:
     for _ in range(5):  # the first pass cannot train both, because it infers shapes
         runs.clear()
         job = ForwardJob(policy, rows)
-        value_loss = critic.loss(targets_of(rows))
+        value_loss = CriticLoss(targets_of(rows), clip=0.0)
         policy.forward_backward(rows, weighted, [job], TrainJob(critic.runner, value_loss))
         done.append(rows.num_rows - job.waiting.num_rows)
         numbers.append(len(runs))
@@ -59,7 +60,7 @@ def run_case(arguments: dict, case: dict) -> dict:
         logprobs = job.logprobs()
         if logprobs is not None and not torch.equal(logprobs, expected_output[..., 0]):
             different.append("old logprobs")
-    critic.runner.forward_backward(rows, critic.loss(targets_of(rows)))
+    critic.runner.forward_backward(rows, CriticLoss(targets_of(rows), clip=0.0))
     alone = gradients("critic")
     different += [n for n in alone if not torch.equal(alone[n], expected[n])]
     own = [*policy.schedule.stages, *critic.runner.schedule.stages]

@@ -29,9 +29,9 @@ def take_steps(*, lends: bool) -> tuple[list[torch.Tensor], Room]:
             (state, *_) = room._hosts.values()
             assert optimizer.state[weight]["exp_avg"] is state, "it is in host memory"
             torch.zeros(32, device=CUDA).add_(1)  # may get the memory
-            room.take()
+            room.reclaim()
         weight.grad = torch.ones(32, device=CUDA) * (step + 1)  # the backward pass
-        room.finish_taking()
+        room.finish_reclaim()
         optimizer.step()
     states = optimizer.state[weight]
     return [states[name] for name in ("exp_avg", "exp_avg_sq")], room

@@ -92,6 +92,7 @@ from torchtitan.grpo.system.device import num_training_gpus, visible_gpus
 from torchtitan.grpo.system.groups import leader_address
 from torchtitan.grpo.system.logs import logger
 from torchtitan.grpo.training.lent_memory import lent_part
+from torchtitan.grpo.training.loan import Loan
 from torchtitan.grpo.types import PromptProgress, ServerInfo
 from torchtitan.grpo.weight_sync.build import client_for
 
@@ -109,13 +110,12 @@ def open_step_source(
     date: str,
     should_stop: Callable[[], bool],
     on_hangup: Callable[[Callable[[], None]], None],
-    make_room: Callable[[], None],
+    loan: Loan,
     uses_kept_rollouts: bool = True,
 ) -> StepSource:
     """Constructs the source of the run's steps, not started. Raises :class:`DataError`.
 
-    ``on_hangup`` registers what SIGHUP calls: to read ``inference.urls_file`` again. ``make_room``
-    makes room on the devices of all ranks for lent servers; see :class:`RolloutController`.
+    ``on_hangup`` registers what SIGHUP calls: to read ``inference.urls_file`` again.
     """
     arguments: dict[str, Any] = {
         "start_version": start_version,
@@ -131,7 +131,7 @@ def open_step_source(
         model,
         **arguments,
         date=date,
-        make_room=make_room,
+        loan=loan,
         uses_kept_rollouts=uses_kept_rollouts,
     )
     if config.inference.urls_file:
@@ -146,8 +146,8 @@ class RolloutController(StepSource):
     wait. With ``uses_kept_rollouts`` it goes on with those beside its checkpoint. ``date``, in ISO
     format, is for chat templates. ``servers`` are those at the start; ``link.watch`` has later ones.
 
-    If devices are lent, they are free when the source is started. ``make_room`` makes room
-    on them again, on the training thread, while this waits for a batch of which nothing has arrived.
+    If devices are lent, they are free when the source is started. The ``loan`` begins again, on the
+    training thread, while this waits for a batch of which nothing has arrived.
     """
 
     def __init__(
@@ -159,12 +159,9 @@ class RolloutController(StepSource):
         progress: PromptProgress,
         date: str,
         should_stop: Callable[[], bool],
-        make_room: Callable[[], None] = lambda: None,
+        loan: Loan,
         uses_kept_rollouts: bool = True,
     ) -> None:
-        self._make_room = make_room
-        # The version whose batch ends the loan of the devices, or None while they are not lent.
-        self._lent_until = start_version if config.lends_devices else None
         self._unused_version = -1 if uses_kept_rollouts else start_version
         self._recorder: RolloutRecorder | None = None
         if config.rollout.record is not None:
@@ -180,6 +177,8 @@ class RolloutController(StepSource):
         self._fetch_secret = secrets.token_hex(16)
         set_random_keys(config.inference, os.environ)
         self.link: RolloutLink = RolloutLink(self._process_config(start_version), logger.warning)
+        self._loan = loan
+        loan.notify = lambda version: self.link.notify_devices_free(version)
 
     def start(self) -> None:
         """Starts the rollout process, and waits until it is ready or the run is asked to stop."""
@@ -194,12 +193,11 @@ class RolloutController(StepSource):
         batch = self._despite_kills(
             version,
             lambda: self.link.next_batch(
-                version, timeout, self._should_stop, lambda: self.lend(version)
+                version, timeout, self._should_stop, lambda: self._loan.before_wait(version)
             ),
         )
         if batch is None:
             return None
-        self._lent_until = None
         step = self._planner.plan(
             batch.groups, part=batch.part, step=version, version=version, num_ranks=num_ranks
         )
@@ -277,17 +275,10 @@ class RolloutController(StepSource):
                 if self._should_stop():
                     return None
                 logger.error(f"{kill}\nThe rollout process is restarted, from batch {version} on.")
-                if self.config.lends_devices and self._lent_until is None:
+                if self._loan.until is None:
                     # The new process launches servers. An incomplete batch begins again.
-                    self._make_room()
-                    self._lent_until = version
+                    self._loan.make_room(version)
                 self.link.restart(self._process_config(version))
-
-    def lend(self, version: int) -> None:
-        if self.config.lends_devices:
-            self._make_room()
-            self._lent_until = version
-            self.link.notify_devices_free(version)
 
     def _process_config(self, version: int) -> RolloutProcessConfig:
         config = process_config(
@@ -305,8 +296,7 @@ class RolloutController(StepSource):
             logger.warning(warning)
         self._is_ready = True
         if not self._should_stop():
-            if self._lent_until is not None:
-                self.link.notify_devices_free(self._lent_until)
+            self._loan.tell()
             self.link.renew_evaluation()
 
     def served_version(self) -> int:

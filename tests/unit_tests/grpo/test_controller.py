@@ -14,6 +14,7 @@ from torchtitan.grpo.controller import RolloutController
 from torchtitan.grpo.data.planner import PlannedPart
 from torchtitan.grpo.inference.access import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
 from torchtitan.grpo.models.hf_config import read_hf_model
+from torchtitan.grpo.training.loan import Loan
 from torchtitan.grpo.types import PromptProgress
 
 # The first process does not ask: the devices are free from the start. It dies at the next batch, and
@@ -41,6 +42,12 @@ def test_a_killed_process_finds_the_devices_free_when_it_starts_again(
     config.job.dump_folder = str(tmp_path / "run")
     config.inference.launch = config.inference.lend = True
     calls: list[Any] = []
+    feed: Any = SimpleNamespace(send_signal=lambda signal: None, all_reduce_sum=lambda x: x, rank=0)
+    room: Any = SimpleNamespace(
+        give=lambda: calls.append("room") or 0, reclaim=lambda: calls.append("reclaim")
+    )
+    loan = Loan(feed, room)
+    loan.before_wait(0)  # nothing is told before there is a process
     source = RolloutController(
         config,
         read_hf_model(config.model.hf_assets_path),
@@ -48,7 +55,7 @@ def test_a_killed_process_finds_the_devices_free_when_it_starts_again(
         progress=PromptProgress(),
         date="",
         should_stop=lambda: False,
-        make_room=lambda: calls.append("room"),
+        loan=loan,
     )
     plan: Any = None
     source._planner = SimpleNamespace(  # pyright: ignore[reportAttributeAccessIssue]
@@ -64,8 +71,10 @@ def test_a_killed_process_finds_the_devices_free_when_it_starts_again(
         for version in (0, 2, 4):
             calls.append(version)
             assert source.next_step(version, num_ranks=1) is not None
+            loan.on_batch()
         assert calls == [
-            "free 0", 0, 2, "room", "restart", "free 2", 4, "room", "free 4"
+            "room", "free 0", 0, "reclaim", 2, "room", "restart", "free 2", "reclaim",
+            4, "room", "free 4", "reclaim",
         ]  # fmt: skip
     finally:
         source.close()

@@ -65,12 +65,6 @@ class StepSource(ABC):
         """Returns where ranks fetch the batch of ``version``, or None if rank 0 sends rows."""
         return None
 
-    def lend(self, version: int) -> None:  # noqa: B027
-        """Lends the devices of all ranks until the batch of ``version``, if they are to be lent.
-
-        The other ranks must be waiting for rank 0's next message.
-        """
-
     def save(self, step: int) -> None:  # noqa: B027
         """Saves the rollouts in flight beside the checkpoint of ``step``, without waiting."""
 

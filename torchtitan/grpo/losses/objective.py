@@ -25,7 +25,6 @@ from torchtitan.grpo.losses.distillation import TopLogprobs, top_k_reverse_kl
 from torchtitan.grpo.losses.kl import kl_estimate
 from torchtitan.grpo.losses.loss_metrics import (
     Metric,
-    MetricTotals,
     Reduction,
     TokenMetric,
     loss_metric,
@@ -143,14 +142,6 @@ def metric_reductions(config: GRPO, teacher: Teacher | None = None) -> dict[str,
     with torch.no_grad():
         _, metrics = objective(inputs, config, teacher=teacher)
     return {name: metric.reduction for name, metric in metrics.items()}
-
-
-def batch_loss_metrics(totals: MetricTotals, num_optimizer_steps: int = 1) -> dict[str, float]:
-    """Returns a batch's metrics, without ``policy/entropy`` if it was not computed."""
-    metrics = totals.values(num_optimizer_steps)
-    if metrics["policy/entropy"] == 0:  # the entropy of a real distribution is above 0
-        del metrics["policy/entropy"]
-    return metrics
 
 
 def _check(inputs: LossInputs, config: GRPO, teacher: Teacher | None) -> None:

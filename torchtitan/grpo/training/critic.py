@@ -8,8 +8,8 @@
 `losses/gae.py` has the formulas.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,7 +33,6 @@ from torchtitan.grpo.losses.gae import (
 from torchtitan.grpo.losses.kl import kl_estimate
 from torchtitan.grpo.losses.loss_metrics import (
     Metric,
-    MetricTotals,
     Reduction,
     loss_metric,
     mean_metric,
@@ -44,7 +43,7 @@ from torchtitan.grpo.models.packed_model import PackedModel
 from torchtitan.grpo.pipeline.build import build_schedule
 from torchtitan.grpo.training.frame import Trainer
 from torchtitan.grpo.training.gradient_norm import GradientClipper
-from torchtitan.grpo.training.lr_schedule import Schedules, build_lr_schedulers
+from torchtitan.grpo.training.lr_schedule import build_lr_schedulers
 from torchtitan.grpo.training.model_spec import (
     VALUE_HEAD,
     build_beside,
@@ -52,28 +51,16 @@ from torchtitan.grpo.training.model_spec import (
     critic_settings,
     whole_model_runner,
 )
-from torchtitan.grpo.training.optimizers import Optimizers, build_optimizers
+from torchtitan.grpo.training.optimizers import build_optimizers
 from torchtitan.grpo.training.ranks import rank_role
 from torchtitan.grpo.training.reference import PartsState
-from torchtitan.grpo.training.runner import ForwardJob, ModelRunner
+from torchtitan.grpo.training.runner import ForwardJob
 from torchtitan.grpo.training.stage_runner import PipelineRunner, StageLoss
+from torchtitan.grpo.training.trainee import Minibatch, Trainee, TraineeLoss, ValueTargets
 
 _RECOMPILE_LIMIT = 32
 NUM_MOMENTS = 9
 """Length of :attr:`Estimates.moments`."""
-
-
-@dataclass(frozen=True)
-class ValueTargets:
-    """What the critic learns of some rows; [rows, seq] float32, 0 but where a decision begins.
-
-    ``old_values`` are those before the batch's first optimizer step. The weight of a decision is the
-    sum of its tokens' weights in the policy's loss.
-    """
-
-    old_values: torch.Tensor
-    returns: torch.Tensor
-    weights: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -144,100 +131,63 @@ def estimate(
     return Estimates(decisions, advantages(critic.gae_lambda), at_begins, returns)
 
 
-CRITIC_NORM = "critic/grad_norm"
 CRITIC_REDUCTIONS: dict[str, Reduction] = {"critic/loss": "loss", "critic/clip_fraction": "mean"}
 
 
-class CriticLoss:
-    """Computes the critic's loss of one minibatch, microbatch by microbatch, and keeps metrics."""
+class CriticLoss(TraineeLoss):
+    def __init__(self, targets: ValueTargets, clip: float, scale: float = 1.0) -> None:
+        super().__init__(scale)
+        self.targets, self.clip = targets, clip
 
-    def __init__(self, targets: ValueTargets, clip: float, scale: float, is_counted: bool) -> None:
-        self.targets, self.clip, self.scale, self.is_counted = targets, clip, scale, is_counted
-        self._metrics: dict[int, dict[str, Metric]] = {}
-
-    def __call__(self, output: torch.Tensor, which: slice) -> torch.Tensor:
-        """Returns the loss of the rows ``which``, from values [rows, seq, 1]."""
+    def compute(
+        self, output: torch.Tensor, which: slice
+    ) -> tuple[torch.Tensor, Mapping[str, Metric]]:
+        """``output`` are values [rows, seq, 1]."""
         targets, weights = self.targets, self.targets.weights[which]
         loss, is_clipped = value_loss(
             output[..., 0], targets.old_values[which], targets.returns[which], weights, self.clip
         )
-        self._metrics[which.start] = {
+        return loss, {
             "critic/loss": loss_metric(loss),
             "critic/clip_fraction": mean_metric(is_clipped.sum(), (weights > 0).sum()),
         }
-        return self.scale * loss
-
-    def add_metrics(self, totals: MetricTotals) -> None:
-        if self.is_counted:
-            totals.add(list(self._metrics.values()), self.scale)
 
 
-@dataclass(frozen=True)
-class Critic:
-    """The model with its optimizer and learning-rate schedule, which join the checkpoints.
+@dataclass
+class Critic(Trainee):
+    """The model with its optimizer and learning-rate schedule, which join the checkpoints."""
 
-    ``is_counted`` is that of a :class:`RankRole`, which goes by the critic's last stage.
-    """
-
-    runner: ModelRunner
-    parts: list[nn.Module]
-    optimizers: Optimizers
-    schedulers: Schedules
-    clipper: GradientClipper
     settings: Settings
-    is_counted: bool
 
-    def is_alone(self, step: int) -> bool:
-        """Whether only the critic learns in this step (``critic.warmup_steps``)."""
-        return step <= self.settings.warmup_steps
+    norm_name = "critic/grad_norm"
+
+    def begin_batch(self) -> None:
+        super().begin_batch()
+        # Of the batch's values, of all ranks.
+        self.moments = torch.zeros(NUM_MOMENTS, dtype=torch.float64)
 
     def values(self, rows: TrainRows) -> ForwardJob:
         return ForwardJob(self.runner, rows)
 
-    def loss(self, targets: ValueTargets, scale: float = 1.0) -> CriticLoss:
-        return CriticLoss(targets, self.settings.value_clip, scale, self.is_counted)
+    def loss(self, minibatch: Minibatch, scale: float) -> CriticLoss:
+        assert minibatch.values is not None, "the scorer has asked the critic"
+        return CriticLoss(minibatch.values, self.settings.value_clip, scale)
 
-    def new_metrics(self) -> "CriticMetrics":
-        return CriticMetrics(float(self.schedulers.schedulers[0].get_last_lr()[0]))
+    def metrics(self) -> dict[str, float]:
+        returns, errors = self.moments[3:6], self.moments[6:9]
+        mean_return = mean_and_variance(returns)[0]
+        return super().metrics() | {
+            "critic/explained_variance": explained_variance(errors, returns),
+            "critic/mean_return": mean_return,
+            "critic/mean_value": mean_return - mean_and_variance(errors)[0],
+            "critic/lr": self.learning_rate,
+        }
 
     def checkpoint_state(self) -> dict[str, Stateful]:
         return {
             "critic": PartsState(self.parts),
             "critic_optimizer": self.optimizers,
             "critic_lr_scheduler": self.schedulers,
-        }
-
-
-@dataclass(frozen=True)
-class CriticMetrics:
-    """Metrics of the critic in one batch, or in one of its optimizer steps.
-
-    ``totals`` are of its losses, and ``moments`` of its values, of all ranks. ``grad_norms`` are
-    before clipping.
-    """
-
-    learning_rate: float
-    totals: MetricTotals = field(default_factory=lambda: MetricTotals(CRITIC_REDUCTIONS))
-    moments: torch.Tensor = field(
-        default_factory=lambda: torch.zeros(NUM_MOMENTS, dtype=torch.float64)
-    )
-    grad_norms: list[float] = field(default_factory=list)
-
-    def add(self, totals: MetricTotals, grad_norm: float) -> None:
-        """Adds metrics of all ranks and the gradient norm of a step, taken or skipped."""
-        self.totals.merge(totals)
-        self.grad_norms.append(grad_norm)
-
-    def values(self) -> dict[str, float]:
-        num_updates = max(len(self.grad_norms), 1)
-        returns, errors = self.moments[3:6], self.moments[6:9]
-        mean_return = mean_and_variance(returns)[0]
-        return self.totals.values(num_updates) | {
-            CRITIC_NORM: sum(self.grad_norms) / num_updates,
-            "critic/explained_variance": explained_variance(errors, returns),
-            "critic/mean_return": mean_return,
-            "critic/mean_value": mean_return - mean_and_variance(errors)[0],
-            "critic/lr": self.learning_rate,
         }
 
 
@@ -269,7 +219,9 @@ def build_critic(trainer: Trainer) -> Critic:
     )  # fmt: skip
     clipper = GradientClipper(parts, dims, config.training.max_norm)
     is_counted = rank_role(dims, has_output=runner.has_output).is_counted
-    return Critic(runner, parts, optimizers, schedulers, clipper, settings, is_counted)
+    return Critic(
+        runner, parts, optimizers, schedulers, clipper, CRITIC_REDUCTIONS, is_counted, settings
+    )
 
 
 def _load(parts: Sequence[nn.Module], adapter: ValueAdapter, config: Any) -> None:

@@ -39,12 +39,19 @@ class Evaluations:
     records it; neither waits. One of several servers keeps the evaluated weights
     (``evaluation.pin``) for at most ``evaluation.timeout_seconds``. If it becomes the last one that
     can take new weights, or leaves the run, the evaluation begins again after the step.
+    ``before_wait`` is the loan's, for :meth:`run`, in which nothing is trained.
     """
 
     def __init__(
-        self, config: JobConfig, source: StepSource, publisher: Publisher, log: Log
+        self,
+        config: JobConfig,
+        source: StepSource,
+        publisher: Publisher,
+        log: Log,
+        before_wait: Callable[[int], None] = lambda version: None,
     ) -> None:
         self._source, self._publisher, self._log = source, publisher, log
+        self._before_wait = before_wait
         # Without servers, which replays and supervised training do not have, nothing is ever due.
         self._is_on = config.has_servers and bool(evaluation_sets(config.evaluation))
         # The servers' weights must not depend on when they take them: in the foreground every
@@ -123,7 +130,7 @@ class Evaluations:
         """Evaluates and waits for the result, until the run is asked to stop."""
         if not self._is_on:
             return
-        self._source.lend(step)  # nothing is trained meanwhile
+        self._before_wait(step)
         self.finish(step)
         if not self._source.is_evaluating and self._source.request_evaluation(step):
             self._record(step, self._source.wait_evaluation(step))

@@ -29,45 +29,8 @@ Copies = Sequence[tuple[torch.Tensor, torch.Tensor]]
 """Targets with their sources, of which each is a plain tensor or a DTensor."""
 
 
-class DeviceMemory:
-    """What a :class:`Room` needs of a device, for a rank on CPU.
-
-    Freed tensors return to the system there, and states have nowhere to move to.
-    """
-
-    def host_like(self, state: torch.Tensor) -> torch.Tensor:
-        """Makes host memory for a state."""
-        raise AssertionError("optimizer.offload_while_lent is refused on CPU")
-
-    def state_like(self, host: torch.Tensor) -> torch.Tensor:
-        """Makes memory on the device for a state that is in host memory."""
-        raise AssertionError("optimizer.offload_while_lent is refused on CPU")
-
-    def copy_out(self, copies: Copies) -> None:
-        """Copies states to host memory. Waits, so that their memory can be freed."""
-        assert not copies
-
-    def start_copies_back(self, copies: Copies) -> None:
-        """Starts to copy states to the device, without waiting."""
-        assert not copies
-
-    def await_copies(self) -> None:
-        """Orders later work on the device after the copies that were started."""
-
-    def take_copy_seconds(self) -> float:
-        """Returns the duration of the last copies back that have ended, once, and then 0."""
-        return 0.0
-
-    def release(self, freed_bytes: int) -> int:
-        """Returns unused memory to the system, and tells how many bytes.
-
-        ``freed_bytes`` is the size of the tensors that were freed since the last call.
-        """
-        return freed_bytes
-
-
-class CudaMemory(DeviceMemory):
-    """A rank on a GPU. Copies back run on a stream of their own, beside the forward pass."""
+class CudaMemory:
+    """Memory of a GPU and of its host. Copies back run on a stream of their own, beside the forward pass."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -76,6 +39,7 @@ class CudaMemory(DeviceMemory):
         self._timed: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
 
     def host_like(self, state: torch.Tensor) -> torch.Tensor:
+        """Makes host memory for a state."""
         host = torch.empty_like(state, device="cpu")
         local = host._local_tensor if isinstance(host, DTensor) else host
         if local.nbytes:
@@ -93,11 +57,13 @@ class CudaMemory(DeviceMemory):
         return host
 
     def state_like(self, host: torch.Tensor) -> torch.Tensor:
+        """Makes memory on the device for a state that is in host memory."""
         # Its memory belongs to the pool of the current stream, which also frees it.
         return torch.empty_like(host, device=self._device)
 
     @torch.no_grad()
     def copy_out(self, copies: Copies) -> None:
+        """Copies states to host memory. Waits, so that their memory can be freed."""
         for host, state in copies:
             local_tensor(host).copy_(local_tensor(state), non_blocking=True)
         copied = torch.cuda.Event()
@@ -114,6 +80,7 @@ class CudaMemory(DeviceMemory):
 
     @torch.no_grad()
     def start_copies_back(self, copies: Copies) -> None:
+        """Starts to copy states to the device, without waiting."""
         if self._stream is None:
             self._stream = new_stream(self._device)
         # The new memory may have been used by earlier work of the training stream.
@@ -127,41 +94,46 @@ class CudaMemory(DeviceMemory):
         self._copied = before, after
 
     def await_copies(self) -> None:
+        """Orders later work on the device after the copies that were started."""
         if self._copied is None:
             return
         torch.cuda.current_stream().wait_event(self._copied[1])
         self._timed, self._copied = self._copied, None
 
     def take_copy_seconds(self) -> float:
+        """Returns the duration of the last copies back that have ended, once, and then 0."""
         if self._timed is None or not self._timed[1].query():
             return 0.0
         (before, after), self._timed = self._timed, None
         return before.elapsed_time(after) / 1e3
 
-    def release(self, freed_bytes: int) -> int:
+    def release(self) -> int:
+        """Returns unused memory to the system, and tells how many bytes."""
         before = torch.cuda.memory_reserved(self._device)
         torch.cuda.empty_cache()
         return before - torch.cuda.memory_reserved(self._device)
 
 
 class Room:
-    """The memory that one rank gives up and takes back, on the training thread.
+    """The memory that one rank gives up and reclaims, on the training thread.
 
     Give up only between batches: gradients of a batch that is incomplete would be lost. All
     methods may be called at any other time, and repeated calls have no further effect. States that
     were given up can be read, such as for a checkpoint: they are in host memory then.
 
-    ``parts`` are all models on the device. ``offloads`` is ``optimizer.offload_while_lent``.
+    ``parts`` are all models on the device. ``memory`` is None on a CPU, where freed tensors return to
+    the system, and states have nowhere to move to. ``offloads`` is ``optimizer.offload_while_lent``.
     """
 
     def __init__(
         self,
         parts: Sequence[nn.Module],
         optimizers: Iterable[torch.optim.Optimizer],
-        memory: DeviceMemory,
+        memory: CudaMemory | None = None,
         *,
         offloads: bool = False,
     ) -> None:
+        assert memory is not None or not offloads, "optimizer.offload_while_lent is refused on CPU"
         self._parameters = [p for part in parts for p in part.parameters()]
         self._sharded = [m for part in parts for m in part.modules() if isinstance(m, FSDPModule)]
         self._optimizers = list(optimizers)
@@ -176,7 +148,7 @@ class Room:
         Raises TimeoutError if the copy to host memory does not end, and RuntimeError if host memory
         is short.
         """
-        self.finish_taking()
+        self.finish_reclaim()
         freed = 0
         for parameter in self._parameters:
             if parameter.grad is not None:
@@ -184,12 +156,16 @@ class Room:
                 parameter.grad = None
         for module in self._sharded:
             module.reshard()
+        if self._memory is None:
+            return freed
         if self._offloads:
-            freed += self._move_states_out()
-        return self._memory.release(freed)
+            self._move_states_out(self._memory)
+        return self._memory.release()
 
-    def take(self) -> None:
-        """Starts to bring the optimizer's states back. They may be used after finish_taking."""
+    def reclaim(self) -> None:
+        """Starts to bring the optimizer's states back. They may be used after finish_reclaim."""
+        if self._memory is None:
+            return
         copies = []
         for states, parameter, name in self._states():
             if (parameter, name) in self._given:
@@ -200,30 +176,30 @@ class Room:
         if copies:
             self._memory.start_copies_back(copies)
 
-    def finish_taking(self) -> None:
-        """Orders what follows, such as the optimizer step, after the copies of :meth:`take`."""
-        self._memory.await_copies()
+    def finish_reclaim(self) -> None:
+        """Orders what follows, such as the optimizer step, after the copies of :meth:`reclaim`."""
+        if self._memory is not None:
+            self._memory.await_copies()
 
-    def take_seconds(self) -> float:
-        """Returns how long the last :meth:`take` copied, once; 0 if there is nothing new."""
-        return self._memory.take_copy_seconds()
+    def reclaim_seconds(self) -> float:
+        """Returns how long the last :meth:`reclaim` copied, once; 0 if there is nothing new."""
+        return 0.0 if self._memory is None else self._memory.take_copy_seconds()
 
-    def _move_states_out(self) -> int:
+    def _move_states_out(self, memory: CudaMemory) -> None:
         copies = []
         for states, parameter, name in self._states():
             key = (parameter, name)
             if key in self._given:
                 continue
             if key not in self._hosts:
-                self._hosts[key] = self._memory.host_like(states[name])
+                self._hosts[key] = memory.host_like(states[name])
             copies.append((self._hosts[key], states[name]))
         if not copies:
-            return 0
-        self._memory.copy_out(copies)
+            return
+        memory.copy_out(copies)
         for states, parameter, name in self._states():
             states[name] = self._hosts[parameter, name]
             self._given.add((parameter, name))
-        return sum(local_tensor(state).nbytes for _, state in copies)
 
     def _states(self) -> Iterable[tuple[dict[str, torch.Tensor], torch.Tensor, str]]:
         """Yields the dict, the parameter and the name of each state, but not counts of steps."""
@@ -232,7 +208,3 @@ class Room:
                 for name, state in states.items():
                     if isinstance(state, torch.Tensor) and state.ndim > 0:
                         yield states, parameter, name
-
-
-def device_memory(device: torch.device) -> DeviceMemory:
-    return CudaMemory(device) if device.type == "cuda" else DeviceMemory()

@@ -7,7 +7,10 @@ Rank 0 announces a loan while it waits for the first part of a batch, so that th
 for that batch in :meth:`Loan.receive`. All ranks make room and meet, and only then are servers
 woken. A batch arrives once these servers sleep again. The devices are also lent before the first
 batch, while servers start and evaluate, and after the last one. They are never lent in the middle
-of a batch that arrives in parts, because its gradient is incomplete then.
+of a batch that arrives in parts, because its gradient is incomplete then. Which servers wake and
+sleep is the lender's to say (`rollout/lending/lender.py`).
+
+The training loop calls :meth:`Loan.before_wait`, ``on_batch``, ``before_step`` and ``metrics``.
 """
 
 import time
@@ -22,9 +25,9 @@ from torchtitan.grpo.data.feed import Feed, Signal, TrainBatch
 from torchtitan.grpo.system.errors import RunError
 from torchtitan.grpo.system.logs import logger
 from torchtitan.grpo.training.frame import Trainer
-from torchtitan.grpo.training.freed_memory import Room, device_memory
+from torchtitan.grpo.training.freed_memory import CudaMemory, Room
+from torchtitan.grpo.training.learner import Learner
 from torchtitan.grpo.training.reference import Reference
-from torchtitan.grpo.training.scoring import Scorer
 
 
 class LoanFailed(RunError):
@@ -36,6 +39,10 @@ class Loan:
 
     Without a ``room`` nothing is lent, and nothing announced. ``await_staging`` waits until no
     checkpoint copies the states that the room moves.
+
+    Attributes:
+        until: On rank 0 the version whose batch ends the loan; None while nothing is lent.
+        notify: Called on rank 0 with that version once servers may use the devices.
     """
 
     def __init__(
@@ -43,8 +50,15 @@ class Loan:
     ) -> None:
         self._feed, self._room, self._await_staging = feed, room, await_staging
         self._num_bytes = self._seconds = 0.0
+        self.until: int | None = None
+        self.notify: Callable[[int], None] = lambda version: None
 
-    def announce(self) -> None:
+    def before_wait(self, version: int) -> None:
+        """Lends the devices of all ranks until the batch of ``version``; see :meth:`make_room`."""
+        self.make_room(version)
+        self.tell()
+
+    def make_room(self, version: int) -> None:
         """Makes room on all ranks, while the others wait in :meth:`receive`. Called on rank 0.
 
         Raises LoanFailed with the ranks that could not, and why.
@@ -52,6 +66,12 @@ class Loan:
         if self._room is not None:
             self._feed.send_signal(Signal.LEND)
             self._give(self._room)
+            self.until = version
+
+    def tell(self) -> None:
+        """Tells the rollout process of the loan, also one that was started after it."""
+        if self.until is not None:
+            self.notify(self.until)
 
     def _give(self, room: Room) -> None:
         begin, error = time.perf_counter(), None
@@ -86,33 +106,34 @@ class Loan:
             assert self._room is not None, "rank 0 lends, and so do all ranks of the run"
             self._give(self._room)
         if isinstance(received, TrainBatch):
-            self.take()
+            self.on_batch()
         return received
 
-    def take(self) -> None:
-        """Begins to take the device back, once a batch has arrived."""
+    def on_batch(self) -> None:
+        """Begins to reclaim the device, once a batch has arrived."""
+        self.until = None
         if self._room is not None:
-            self._room.take()
+            self._room.reclaim()
 
-    def finish_taking(self) -> None:
-        """Orders what follows on the device after what :meth:`take` has begun."""
+    def before_step(self) -> None:
+        """Orders what follows on the device after what :meth:`on_batch` has begun."""
         if self._room is not None:
-            self._room.finish_taking()
+            self._room.finish_reclaim()
 
-    def take_metrics(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Returns the metrics since the last call: bytes of all ranks together, seconds of this one."""
         if self._room is None:
             return {}
         metrics = {
             "lend/room_bytes": self._num_bytes,
             "lend/room_give_seconds": self._seconds,
-            "lend/room_take_seconds": self._room.take_seconds(),
+            "lend/room_take_seconds": self._room.reclaim_seconds(),
         }
         self._num_bytes = self._seconds = 0.0
         return metrics
 
 
-def build_loan(trainer: Trainer, feed: Feed, scorer: Scorer) -> Loan:
+def build_loan(trainer: Trainer, feed: Feed, learner: Learner) -> Loan:
     config: JobConfig = trainer.job_config  # pyright: ignore[reportAssignmentType]
     if not config.lends_devices:
         return Loan(feed)
@@ -121,12 +142,11 @@ def build_loan(trainer: Trainer, feed: Feed, scorer: Scorer) -> Loan:
             f"While ranks wait for rollouts, {count_servers(lent_groups(config))} of "
             f"{count_servers(server_groups(config))} servers use their devices, if that is faster"
         )
-    reference, critic = scorer.reference, scorer.critic
-    parts, optimizers = list(trainer.model_parts), list(trainer.optimizers.optimizers)
+    reference = learner.scorer.reference
+    parts = [part for trainee in learner.trainees for part in trainee.parts]
     parts += reference.parts if isinstance(reference, Reference) else []
-    if critic is not None:
-        parts += critic.parts
-        optimizers += critic.optimizers.optimizers
+    optimizers = [o for trainee in learner.trainees for o in trainee.optimizers.optimizers]
     offloads = config.optimizer.offload_while_lent
-    room = Room(parts, optimizers, device_memory(trainer.device), offloads=offloads)
+    memory = CudaMemory(trainer.device) if trainer.device.type == "cuda" else None
+    room = Room(parts, optimizers, memory, offloads=offloads)
     return Loan(feed, room, trainer.checkpointer.maybe_wait_for_staging)

@@ -8,7 +8,7 @@
 Nothing here depends on the layout: runners return whole rows on the ranks that see the output.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -28,73 +28,28 @@ from torchtitan.grpo.losses.distillation import (
 )
 from torchtitan.grpo.losses.gae import mean_and_variance
 from torchtitan.grpo.losses.kl import sample_kl_sums
-from torchtitan.grpo.losses.loss_metrics import Metric, MetricTotals
+from torchtitan.grpo.losses.loss_metrics import Metric
 from torchtitan.grpo.losses.objective import LossInputs, objective
-from torchtitan.grpo.training.critic import (
-    NUM_MOMENTS,
-    Critic,
-    CriticMetrics,
-    ValueTargets,
-    estimate,
-)
+from torchtitan.grpo.training.critic import NUM_MOMENTS, Critic, estimate
 from torchtitan.grpo.training.reference import BaseReference, Reference
 from torchtitan.grpo.training.runner import ForwardJob, ForwardRunner, ModelRunner
+from torchtitan.grpo.training.trainee import Minibatch, ScoredRows, TraineeLoss, ValueTargets
 from torchtitan.grpo.types import NO_TOKEN
 
 
-@dataclass(frozen=True)
-class ScoredRows:
-    """A minibatch's rows on the training device, with advantages and other policies' logprobs.
-
-    Attributes:
-        old_logprobs: [rows, seq] float32, before the batch's first optimizer step. None if that is
-            the current policy, or if this rank does not see the output.
-        ref_logprobs: [rows, seq] float32, under the reference; None without one or the output.
-    """
-
-    rows: TrainRows
-    old_logprobs: torch.Tensor | None
-    ref_logprobs: torch.Tensor | None
-
-
-@dataclass(frozen=True)
-class Minibatch:
-    """Rows of one minibatch, and the forward passes that must precede its optimizer step.
-
-    ``old`` is that of the policy before the batch's first optimizer step, which must wait for it;
-    None if that is the current policy. ``ref`` is None without a reference. ``values`` is what a
-    critic learns; None without one.
-    """
-
-    rows: TrainRows
-    old: ForwardJob | None
-    ref: ForwardJob | None
-    scorer: "Scorer"
-    values: ValueTargets | None = None
-
-    def scored(self) -> ScoredRows:
-        """Finishes both passes. Collective."""
-        return ScoredRows(self.rows, _logprobs(self.old), _logprobs(self.ref))
-
-
-class MinibatchLoss:
-    """Computes the loss of one minibatch, microbatch by microbatch, and keeps their metrics.
-
-    Pipelines may compute a loss twice to infer shapes; its metrics count once. ``scale`` is the
-    factor of `GradientParts`. ``teacher`` is set if a teacher may have rated rollouts.
-    """
+class MinibatchLoss(TraineeLoss):
+    """The policy's; ``teacher`` is set if a teacher may have rated rollouts."""
 
     def __init__(
         self, scored: ScoredRows, config: GRPO, scale: float = 1.0, teacher: Teacher | None = None
     ) -> None:
-        self.scored, self.config, self.scale, self.teacher = scored, config, scale, teacher
-        self._metrics: dict[int, dict[str, Metric]] = {}
+        super().__init__(scale)
+        self.scored, self.config, self.teacher = scored, config, teacher
 
-    def __call__(self, output: torch.Tensor, which: slice) -> torch.Tensor:
-        """Returns the loss of the rows ``which``, and keeps their metrics.
-
-        ``output`` is [rows, seq, 2 + k]: logprobs, entropies, and logprobs of the teacher's tokens.
-        """
+    def compute(
+        self, output: torch.Tensor, which: slice
+    ) -> tuple[torch.Tensor, Mapping[str, Metric]]:
+        """``output`` is [rows, seq, 2 + k]: logprobs, entropies, and logprobs of the teacher's tokens."""
         rows = self.scored.rows.select(which)
         top = None
         if "teacher_top_ids" in rows.columns:
@@ -117,11 +72,8 @@ class MinibatchLoss:
             teacher_top=top,
             columns=rows.columns,
         )
-        loss, self._metrics[which.start] = objective(inputs, self.config, self.teacher)
-        return self.scale * loss
-
-    def add_metrics(self, totals: MetricTotals) -> None:
-        totals.add(list(self._metrics.values()), self.scale)
+        mean = self.scored.mean_weight
+        return objective(inputs, self.config, mean, self.teacher)
 
 
 def with_top_k(rows: TrainRows, top_k: int) -> TrainRows:
@@ -168,16 +120,10 @@ class Scorer:
     teacher: Teacher | None = None
     critic: Critic | None = None
 
-    def score(
-        self,
-        batch: TrainBatch,
-        of_critic: CriticMetrics | None = None,
-        *,
-        is_critic_alone: bool = False,
-    ) -> list[Minibatch]:
+    def score(self, batch: TrainBatch, *, is_critic_alone: bool = False) -> list[Minibatch]:
         """Scores a batch, or a part of one. Collective.
 
-        A critic adds to ``of_critic``. While it learns alone, what only the policy needs is left out.
+        A critic adds to its moments. While it learns alone, what only the policy needs is left out.
         """
         top_k = 0 if self.teacher is None else self.teacher.top_k
         minibatches = [with_top_k(rows, top_k).to(self.device) for rows in batch.minibatches]
@@ -187,10 +133,7 @@ class Scorer:
         old = [self._job(self.policy if needs_old else None, rows) for rows in minibatches]
         targets: Sequence[ValueTargets | None] = [None] * len(minibatches)
         if self.critic is not None:
-            assert of_critic is not None, "a critic's metrics are asked for"
-            minibatches, targets = self._valued(
-                self.critic, minibatches, ref, batch.samples, of_critic
-            )
+            minibatches, targets = self._valued(self.critic, minibatches, ref, batch.samples)
         else:
             advantages = self._advantages(batch.samples, minibatches, ref)
             # With top_k its part is a term of the loss, and none of the advantage.
@@ -200,7 +143,7 @@ class Scorer:
                 minibatches = self._taught(minibatches, batch.samples, advantages, self.teacher)
         whole = zip(minibatches, old, ref, targets, strict=True)
         return [
-            Minibatch(rows, of_old, of_ref, self, of_values)
+            Minibatch(rows, of_old, of_ref, self.mean_weight, of_values)
             for rows, of_old, of_ref, of_values in whole
         ]
 
@@ -210,7 +153,6 @@ class Scorer:
         minibatches: list[TrainRows],
         ref: Sequence[ForwardJob | None],
         samples: SampleTable,
-        metrics: CriticMetrics,
     ) -> tuple[list[TrainRows], list[ValueTargets]]:
         """Fills in the advantages of a critic's values, with what the critic learns from them."""
         # The critic's last stage may be on another rank than the policy's: both need the estimates.
@@ -220,7 +162,7 @@ class Scorer:
             of_ref = job.on_all_ranks() if self._penalizes_rewards and job is not None else None
             found.append(estimate(rows, values, rewards, of_ref, critic.settings, self.config))
         totals = torch.from_numpy(self._sum(NUM_MOMENTS, (each.moments for each in found)))
-        metrics.moments.add_(totals)
+        critic.moments.add_(totals)
         mean, whitening = mean_and_variance(totals[:3])[0], None
         if critic.settings.whiten:
             whitening = torch.from_numpy(self._sum(3, (each.moments_about(mean) for each in found)))
@@ -241,7 +183,7 @@ class Scorer:
         """Advantage of each sample, without a teacher's part."""
         config, rewards = self.config, samples.rewards
         if self._penalizes_rewards:
-            ref_logprobs = [_logprobs(job) for job in ref]
+            ref_logprobs = [None if job is None else job.logprobs() for job in ref]
             sums = (
                 sample_kl_sums(
                     rows.generator_logprobs,
@@ -305,7 +247,3 @@ def _teacher_kl(rows: TrainRows, teacher: Teacher) -> torch.Tensor:
     if ratings is None:
         return torch.zeros_like(generator)
     return sampled_reverse_kl(generator, ratings, rows.loss_mask, teacher.max_divergence)
-
-
-def _logprobs(job: ForwardJob | None) -> torch.Tensor | None:
-    return None if job is None else job.logprobs()

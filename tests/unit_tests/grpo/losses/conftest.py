@@ -19,7 +19,6 @@ from torchtitan.grpo.losses.distillation import TopLogprobs
 from torchtitan.grpo.losses.loss_metrics import Metric, MetricTotals
 from torchtitan.grpo.losses.objective import (
     LossInputs,
-    batch_loss_metrics,
     metric_reductions,
 )
 
@@ -327,7 +326,7 @@ def metrics_of(config: GRPO, *microbatches: dict[str, Metric]) -> dict[str, floa
     """The metrics of a batch of one optimizer step, from those of its microbatches."""
     totals = MetricTotals(metric_reductions(config))
     totals.add(microbatches)
-    return batch_loss_metrics(totals)
+    return totals.values(1)
 
 
 def gradients(sequences: list[Sequence]) -> torch.Tensor:

@@ -91,7 +91,7 @@ def make(*arguments: str) -> tuple[Evaluations, Source, Pins, list[tuple[int, in
     def log(step: int, result: EvaluationResult, counts: Mapping[str, int]) -> None:
         logged.append((step, result.version, counts["left_out"]))
 
-    evaluations = Evaluations(config(*arguments), source, pins, log)
+    evaluations = Evaluations(config(*arguments), source, pins, log, source.lend)
     return evaluations, source, pins, logged
 
 

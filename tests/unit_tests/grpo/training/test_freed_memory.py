@@ -8,7 +8,7 @@ import copy
 import pytest
 import torch
 
-from torchtitan.grpo.training.freed_memory import CudaMemory, DeviceMemory, Room, device_memory
+from torchtitan.grpo.training.freed_memory import CudaMemory, Room
 
 SETTINGS = {"lr": 1e-2, "weight_decay": 0.1, "muon_lr": 2e-2, "muon_dtype": "float32"}
 
@@ -59,32 +59,29 @@ def take_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def test_on_cpu_gradients_are_given_up_and_states_have_nowhere_to_go():
-    assert type(device_memory(torch.device("cpu"))) is DeviceMemory
     model, optimizer = trained("cpu")
-    assert Room([model], [optimizer], DeviceMemory()).give() == 4 * (256 * 256 + 256)
+    assert Room([model], [optimizer]).give() == 4 * (256 * 256 + 256)
     with pytest.raises(AssertionError, match="refused on CPU"):
-        Room([model], [optimizer], DeviceMemory(), offloads=True).give()
+        Room([model], [optimizer], offloads=True)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_cuda_states_move_to_pinned_memory_and_back():
     device = torch.device("cuda", torch.cuda.current_device())
-    memory = device_memory(device)
-    assert isinstance(memory, CudaMemory)
     (model, optimizer), (twin, plain) = trained("cuda"), trained("cuda")
     before = copy.deepcopy(optimizer.state_dict()["state"])
-    room = Room([model], [optimizer], memory, offloads=True)
+    room = Room([model], [optimizer], CudaMemory(device), offloads=True)
     allocated = torch.cuda.memory_allocated()
     for _ in range(2):
         room.give()
         states = [state for s in optimizer.state.values() for state in s.values() if state.ndim > 0]
         assert states and all(state.device.type == "cpu" for state in states)
         assert allocated - torch.cuda.memory_allocated() >= sum(state.nbytes for state in states)
-        room.take()
-        room.finish_taking()
+        room.reclaim()
+        room.finish_reclaim()
         torch.cuda.synchronize()
-        assert room.take_seconds() > 0 == room.take_seconds()
+        assert room.reclaim_seconds() > 0 == room.reclaim_seconds()
         for index, found in optimizer.state_dict()["state"].items():
             assert all(torch.equal(found[name], value) for name, value in before[index].items())
     for one, of_one in ((model, optimizer), (twin, plain)):

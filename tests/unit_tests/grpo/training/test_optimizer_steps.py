@@ -6,6 +6,7 @@
 import copy
 import logging
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ import torch
 from torchtitan.grpo.config.frame import LRScheduler
 from torchtitan.grpo.data.feed import TrainBatch
 from torchtitan.grpo.data.step_plan import SampleTable
-from torchtitan.grpo.losses.loss_metrics import Metric, MetricTotals
+from torchtitan.grpo.losses.loss_metrics import Metric
 from torchtitan.grpo.training.learner import GradientParts
 from torchtitan.grpo.training.lr_schedule import (
     build_lr_schedulers,
@@ -24,6 +25,7 @@ from torchtitan.grpo.training.lr_schedule import (
     settings_of,
 )
 from torchtitan.grpo.training.optimizers import Optimizers
+from torchtitan.grpo.training.trainee import Trainee
 from torchtitan.grpo.types import BatchPart, PromptProgress
 
 
@@ -143,31 +145,39 @@ def part(mass: int, *, is_last: bool = False) -> TrainBatch:
     )  # fmt: skip
 
 
+class OneLoss(Trainee):
+    loss: Any = None
+
+
 def test_the_sum_is_the_parts_mean_by_mass():
-    totals = MetricTotals({"loss/total": "loss", "loss/tokens": "sum"})
-    gradient = GradientParts(totals)
-    weight, unused = torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(1))
-    weight.grad = torch.zeros(2)
+    gradient, run = GradientParts(), build(1e-2)
+    clipper: Any = SimpleNamespace(parameters=run.model.parameters)
+    trainee = OneLoss(
+        runner=None, parts=[run.model], optimizers=run.optimizers, schedulers=run.schedulers,
+        clipper=clipper, reductions={"loss/total": "loss", "loss/tokens": "sum"}, is_counted=True,
+    )  # fmt: skip
+    bias = run.model.bias  # the weight has no gradient
+    bias.grad = torch.zeros(2)
     # A part's own gradient and loss; the second has nothing to learn from.
     for index, (mass, own) in enumerate([(0, 99.0), (6, 1.0), (0, 99.0), (2, 5.0)]):
         scale = gradient.scale_of(part(mass, is_last=index == 3))
         if scale:
-            weight.grad += scale * torch.tensor([own, -own])
+            bias.grad += scale * torch.tensor([own, -own])
             of_part = {
                 "loss/total": Metric("loss", (torch.tensor(own),)),
                 "loss/tokens": Metric("sum", (torch.tensor(10 * mass),)),
             }
-            totals.add([of_part], scale)
-    gradient.finish([weight, unused])
+            trainee.of_update.add([of_part], scale)
+    trainee.scale_gradient(gradient.last_scale)
     expected = (6 * 1.0 + 2 * 5.0) / 8
-    torch.testing.assert_close(weight.grad, torch.tensor([expected, -expected]))
-    assert totals.values(1) == {"loss/total": expected, "loss/tokens": 80}
+    torch.testing.assert_close(bias.grad, torch.tensor([expected, -expected]))
+    assert trainee.of_update.values(1) == {"loss/total": expected, "loss/tokens": 80}
     whole = gradient.whole()
     assert (whole.num_tokens, whole.num_trained_tokens) == (160, 80)
     assert (whole.part, whole.publish_slot) == (BatchPart.LAST, 3)
 
 
 def test_a_step_without_anything_to_learn_from_is_empty():
-    gradient = GradientParts(MetricTotals({}))
+    gradient = GradientParts()
     assert gradient.scale_of(part(0)) == gradient.scale_of(part(0, is_last=True)) == 0
     assert gradient.is_empty

@@ -1,0 +1,178 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""What a step learns from, and the models that learn: the policy, and a critic beside it."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+
+from torchtitan.grpo.data.feed import Feed
+from torchtitan.grpo.data.rows import TrainRows
+from torchtitan.grpo.losses.loss_metrics import Metric, MetricTotals, Reduction
+from torchtitan.grpo.training.gradient_norm import GradientClipper
+from torchtitan.grpo.training.lr_schedule import Schedules
+from torchtitan.grpo.training.optimizers import Optimizers
+from torchtitan.grpo.training.runner import ForwardJob, ModelRunner
+
+
+@dataclass(frozen=True)
+class ScoredRows:
+    """A minibatch's rows on the training device, with advantages and other policies' logprobs.
+
+    Attributes:
+        old_logprobs: [rows, seq] float32, before the batch's first optimizer step. None if that is
+            the current policy, or if this rank does not see the output.
+        ref_logprobs: [rows, seq] float32, under the reference; None without one or the output.
+        mean_weight: Scalar [], divisor of mismatch weights (``grpo.mismatch_normalize``) or None.
+    """
+
+    rows: TrainRows
+    old_logprobs: torch.Tensor | None
+    ref_logprobs: torch.Tensor | None
+    mean_weight: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class ValueTargets:
+    """What the critic learns of some rows; [rows, seq] float32, 0 but where a decision begins.
+
+    ``old_values`` are those before the batch's first optimizer step. The weight of a decision is the
+    sum of its tokens' weights in the policy's loss.
+    """
+
+    old_values: torch.Tensor
+    returns: torch.Tensor
+    weights: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Minibatch:
+    """Rows of one minibatch, and the forward passes that must precede its optimizer step.
+
+    ``old`` is that of the policy before the batch's first optimizer step, which must wait for it;
+    None if that is the current policy. ``ref`` is None without a reference. ``mean_weight`` returns
+    that of the rows and old logprobs. ``values`` is what a critic learns; None without one.
+    """
+
+    rows: TrainRows
+    old: ForwardJob | None
+    ref: ForwardJob | None
+    mean_weight: Callable[[TrainRows, torch.Tensor | None], torch.Tensor | None]
+    values: ValueTargets | None = None
+
+    def scored(self) -> ScoredRows:
+        """Finishes both passes. Collective."""
+        old, ref = (None if job is None else job.logprobs() for job in (self.old, self.ref))
+        return ScoredRows(self.rows, old, ref, self.mean_weight(self.rows, old))
+
+
+class TraineeLoss(ABC):
+    """Computes the loss of one minibatch, microbatch by microbatch, and keeps their metrics.
+
+    Pipelines may compute a loss twice to infer shapes; its metrics count once. ``scale`` is the
+    factor of `GradientParts`.
+    """
+
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+        self._metrics: dict[int, Mapping[str, Metric]] = {}
+
+    def __call__(self, output: torch.Tensor, which: slice) -> torch.Tensor:
+        """Returns the loss of the rows ``which``, from the model's output of them."""
+        loss, self._metrics[which.start] = self.compute(output, which)
+        return self.scale * loss
+
+    @abstractmethod
+    def compute(
+        self, output: torch.Tensor, which: slice
+    ) -> tuple[torch.Tensor, Mapping[str, Metric]]:
+        """Returns the loss without its scale, and metrics."""
+
+    def add_metrics(self, totals: MetricTotals) -> None:
+        totals.add(list(self._metrics.values()), self.scale)
+
+
+@dataclass
+class Trainee(ABC):
+    """A model that learns from each batch, and what came of the current batch.
+
+    Attributes:
+        parts: Its stages on this rank.
+        is_counted: That of a `RankRole`, which goes by the model's own last stage.
+        reductions: Those of the metrics of its loss.
+        first_step: The step from which on it learns.
+        learning_rate: That of the current batch.
+        totals: Metrics of the batch's optimizer steps, of all ranks.
+        of_update: The same of the current optimizer step; of this rank until it is finished.
+        grad_norms: Those before clipping, of each optimizer step, taken or skipped.
+    """
+
+    runner: ModelRunner
+    parts: list[nn.Module]
+    optimizers: Optimizers
+    schedulers: Schedules
+    clipper: GradientClipper
+    reductions: Mapping[str, Reduction]
+    is_counted: bool
+
+    norm_name = "grad_norm"
+    first_step = 1
+
+    def __post_init__(self) -> None:
+        self.begin_batch()
+
+    @abstractmethod
+    def loss(self, minibatch: Minibatch, scale: float) -> TraineeLoss:
+        """Returns its loss of a minibatch. May finish passes that are collective."""
+
+    def learns(self, step: int) -> bool:
+        return step >= self.first_step
+
+    def begin_batch(self) -> None:
+        self.learning_rate = float(self.schedulers.schedulers[0].get_last_lr()[0])
+        self.totals, self.grad_norms = MetricTotals(self.reductions), list[float]()
+        self.begin_update()
+
+    def begin_update(self) -> None:
+        """Forgets the gradient and the metrics of an optimizer step."""
+        self.of_update = MetricTotals(self.reductions)
+        self.optimizers.zero_grad()
+
+    def scale_gradient(self, scale: float) -> None:
+        """Scales what the parts of an optimizer step have added up to."""
+        for parameter in self.clipper.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(scale)
+        self.of_update.scale_losses(scale)
+
+    def finish_update(self, feed: Feed, grad_norm: torch.Tensor | None) -> dict[str, float]:
+        """Returns all ranks' metrics of an optimizer step, with the norm if it learns in the step.
+
+        The host waits here for the gradient.
+        """
+        norm = feed.all_reduce_metrics(self.of_update, grad_norm)
+        self.totals.merge(self.of_update)
+        self.grad_norms.append(norm)
+        return self.of_update.values(1) | ({} if grad_norm is None else {self.norm_name: norm})
+
+    def take_step(self, step: int) -> None:
+        if not self.learns(step):
+            return
+        if step == self.first_step > 1 and len(self.grad_norms) == 1:
+            # A checkpoint before it has made states that count a step, although none was taken.
+            for optimizer in self.optimizers:
+                optimizer.state.clear()
+        self.optimizers.step()
+
+    @property
+    def num_updates(self) -> int:
+        return max(len(self.grad_norms), 1)
+
+    def metrics(self) -> dict[str, float]:
+        """Returns metrics of the batch."""
+        mean_norm = sum(self.grad_norms) / self.num_updates
+        return self.totals.values(self.num_updates) | {self.norm_name: mean_norm}
