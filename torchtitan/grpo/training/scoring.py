@@ -72,8 +72,7 @@ class MinibatchLoss(TraineeLoss):
             teacher_top=top,
             columns=rows.columns,
         )
-        mean = self.scored.mean_weight
-        return objective(inputs, self.config, mean, self.teacher)
+        return objective(inputs, self.config, self.teacher)
 
 
 def with_top_k(rows: TrainRows, top_k: int) -> TrainRows:
@@ -143,8 +142,7 @@ class Scorer:
                 minibatches = self._taught(minibatches, batch.samples, advantages, self.teacher)
         whole = zip(minibatches, old, ref, targets, strict=True)
         return [
-            Minibatch(rows, of_old, of_ref, self.mean_weight, of_values)
-            for rows, of_old, of_ref, of_values in whole
+            Minibatch(rows, of_old, of_ref, of_values) for rows, of_old, of_ref, of_values in whole
         ]
 
     def _valued(

@@ -4,7 +4,7 @@
 """What a step learns from, and the models that learn: the policy, and a critic beside it."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -27,13 +27,11 @@ class ScoredRows:
         old_logprobs: [rows, seq] float32, before the batch's first optimizer step. None if that is
             the current policy, or if this rank does not see the output.
         ref_logprobs: [rows, seq] float32, under the reference; None without one or the output.
-        mean_weight: Scalar [], divisor of mismatch weights (``grpo.mismatch_normalize``) or None.
     """
 
     rows: TrainRows
     old_logprobs: torch.Tensor | None
     ref_logprobs: torch.Tensor | None
-    mean_weight: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -54,20 +52,19 @@ class Minibatch:
     """Rows of one minibatch, and the forward passes that must precede its optimizer step.
 
     ``old`` is that of the policy before the batch's first optimizer step, which must wait for it;
-    None if that is the current policy. ``ref`` is None without a reference. ``mean_weight`` returns
-    that of the rows and old logprobs. ``values`` is what a critic learns; None without one.
+    None if that is the current policy. ``ref`` is None without a reference. ``values`` is what a
+    critic learns; None without one.
     """
 
     rows: TrainRows
     old: ForwardJob | None
     ref: ForwardJob | None
-    mean_weight: Callable[[TrainRows, torch.Tensor | None], torch.Tensor | None]
     values: ValueTargets | None = None
 
     def scored(self) -> ScoredRows:
         """Finishes both passes. Collective."""
         old, ref = (None if job is None else job.logprobs() for job in (self.old, self.ref))
-        return ScoredRows(self.rows, old, ref, self.mean_weight(self.rows, old))
+        return ScoredRows(self.rows, old, ref)
 
 
 class TraineeLoss(ABC):
