@@ -53,7 +53,6 @@ from torchtitan.grpo.training.model_spec import build_policy_runner, hf_train_sp
 from torchtitan.grpo.training.ranks import rank_role
 from torchtitan.grpo.training.scoring import Scorer
 from torchtitan.grpo.types import BatchPart, PromptProgress
-from torchtitan.grpo.upstream.models import Qwen3ModelArgs, qwen3_train_spec
 from torchtitan.grpo.upstream.parallelism import ParallelDims, dist_utils
 from torchtitan.grpo.upstream.tools import utils
 from torchtitan.grpo.upstream.trainer import Trainer
@@ -196,13 +195,9 @@ def titan_step(
     loss: Callable[..., Any] | None = None,
 ) -> Callable[[], Any]:
     """Returns torchtitan's own step over the same tokens, with its cross entropy or another loss."""
-    spec = qwen3_train_spec()
-    # All fields that upstream's class has. Its mask keeps sequences apart as well.
-    known = {
-        name: getattr(hf_model.model_args, name) for name in Qwen3ModelArgs.__dataclass_fields__
-    }
-    args_class: Any = Qwen3ModelArgs
-    args = args_class(**(known | {"attn_type": "flex", "attn_mask_type": "block_causal"}))
+    from titan_model import titan_model
+
+    spec, args = titan_model(hf_model)
     model = make_model(spec, args, dims, config)
     counter.watch(model)
     optimizers = spec.build_optimizers_fn([model], config.optimizer, dims)
