@@ -37,10 +37,10 @@ from torchtitan.grpo.data.step_plan import SampleTable
 from torchtitan.grpo.losses.objective import metric_reductions
 from torchtitan.grpo.models.hf_config import HFModel, read_hf_model
 from torchtitan.grpo.system.dtypes import TORCH_DTYPE_MAP
-from torchtitan.grpo.training.frame import Trainer
 from torchtitan.grpo.training.gradient_norm import GradientClipper
 from torchtitan.grpo.training.guards import Guards
 from torchtitan.grpo.training.learner import Learner, Policy
+from torchtitan.grpo.training.lr_schedule import build_lr_schedulers
 from torchtitan.grpo.training.memory_choice import (
     ASSUMED_BYTES,
     choose_kept,
@@ -52,10 +52,10 @@ from torchtitan.grpo.training.memory_estimate import (
     estimate_memory,
 )
 from torchtitan.grpo.training.model_spec import build_policy_runner, hf_train_spec, parameter_shapes
+from torchtitan.grpo.training.optimizers import build_optimizers
 from torchtitan.grpo.training.ranks import rank_role
 from torchtitan.grpo.training.scoring import Scorer
 from torchtitan.grpo.types import BatchPart, PromptProgress
-from torchtitan.grpo.upstream.models import Qwen3ModelArgs, qwen3_train_spec
 from torchtitan.grpo.upstream.parallelism import ParallelDims, dist_utils, parallel_dims
 from torchtitan.grpo.upstream.tools import utils
 
@@ -171,10 +171,10 @@ def own_step(
         feed=LocalFeed(config.training.seq_len), device=DEVICE,
         is_counted=rank_role(dims, has_output=True).is_counted,
     )  # fmt: skip
-    optimizers: Any = spec.build_optimizers_fn([model], config.optimizer, dims)  # pyright: ignore
+    optimizers = build_optimizers([model], config.optimizer)
     policy = Policy(
         scorer.policy, [model], optimizers,
-        spec.build_lr_schedulers_fn(optimizers, config.lr_scheduler, config.training.steps),
+        build_lr_schedulers(optimizers, config.lr_scheduler, config.training.steps),
         GradientClipper([model], dims, config.training.max_norm),
         metric_reductions(config.grpo, None), scorer.is_counted, scorer,
     )  # fmt: skip
@@ -197,16 +197,12 @@ def titan_step(
     loss: Callable[..., Any] | None = None,
 ) -> Callable[[], Any]:
     """Returns torchtitan's own step over the same tokens, with its cross entropy or another loss."""
-    spec = qwen3_train_spec()
-    # All fields that upstream's class has. Its mask keeps sequences apart as well.
-    known = {
-        name: getattr(hf_model.model_args, name) for name in Qwen3ModelArgs.__dataclass_fields__
-    }
-    args_class: Any = Qwen3ModelArgs
-    args = args_class(**(known | {"attn_type": "flex", "attn_mask_type": "block_causal"}))
+    from titan_model import Trainer, titan_model
+
+    spec, args = titan_model(hf_model)
     model = make_model(spec, args, dims, config)
     counter.watch(model)
-    optimizers = spec.build_optimizers_fn([model], config.optimizer, dims)
+    optimizers: Any = build_optimizers([model], config.optimizer)
     nothing = SimpleNamespace(step=lambda: None, maybe_wait_for_staging=lambda: None,
                               should_log=lambda _: True, log=lambda *_, **__: None)  # fmt: skip
     nothing.schedulers = [SimpleNamespace(get_last_lr=lambda: [0.0])]
