@@ -166,14 +166,12 @@ class Column:
         is_list: Whether the shape is [tokens, k], with ``fill`` behind the end of a shorter list.
             ``k`` may differ between completions.
         in_rows: Whether the loss receives it, in ``TrainRows.columns`` and ``LossInputs.columns``.
-        record_name: Name in files of recorded rollouts if it is another one.
     """
 
     dtype: type[np.generic]
     fill: float = 0
     is_list: bool = False
     in_rows: bool = False
-    record_name: str = ""
 
     def filled(self, num_tokens: int, width: int = 0) -> np.ndarray:
         """Returns an array without values, with lists of ``width``."""
@@ -225,13 +223,11 @@ class Generation:
         apart: Rows of an agent that have rewards of their own. Each counts as a completion.
     """
 
-    token_ids: Annotated[np.ndarray, Column(np.int32, record_name="completion_ids")]
+    token_ids: Annotated[np.ndarray, Column(np.int32)]
     logprobs: Annotated[np.ndarray, Column(np.float32)]
     finish_reason: FinishReason
     segments: tuple[VersionSegment, ...]
-    sampled: Annotated[np.ndarray | None, Column(np.bool_, fill=True, record_name="observed")] = (
-        None
-    )
+    sampled: Annotated[np.ndarray | None, Column(np.bool_, fill=True)] = None
     environment_reward: float | None = None
     num_context: int = 0
     new_rows: NewRows = ()

@@ -40,6 +40,8 @@ usage: torchtitan-grpo COMMAND ...
   serve embedded MODEL_DIR [--port P] [--register FOLDER_OR_URL]
       Run an inference server. scripts/serve_vllm.sh and scripts/serve_sglang.sh
       run the other kinds.
+  show FILE
+      Print recorded rollouts (rollout.record) as JSON lines.
   verify --kind vllm --url http://host:port --run outputs/run --prompts X.jsonl
       Check that a server serves the weights that a run exported.
   check-gpu [--budget-seconds N] [--only NAME] [--output FOLDER] [--list] [--device cpu]
@@ -165,6 +167,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "plan": _imported("commands.forecast.command", "plan"),
     "evaluate": evaluate,
     "serve": serve,
+    "show": _imported("commands.show", "show"),
     "verify": lambda words: importlib.import_module("torchtitan.grpo.commands.verify").main(words),
     "check-gpu": check_gpu,
     "versions": versions,

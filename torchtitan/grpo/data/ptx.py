@@ -7,27 +7,23 @@ Each step also minimizes the negative log-likelihood of some given completions.
 """
 
 from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
 
-import msgspec
 import numpy as np
 
 from torchtitan.grpo.config.job_config import JobConfig
-from torchtitan.grpo.data.record import decode_line
 from torchtitan.grpo.data.rows import Sample
 from torchtitan.grpo.models.hf_config import HFModel
 from torchtitan.grpo.rollout.prompts.prompt_set import check_vocabulary
 from torchtitan.grpo.rollout.prompts.prompt_stream import EpochOrder
+from torchtitan.grpo.rollout.tables.jsonl import JsonlTable
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 from torchtitan.grpo.system.errors import DataError
-from torchtitan.grpo.system.files import open_regular
+from torchtitan.grpo.system.files import check_regular
 from torchtitan.grpo.system.logs import logger
 
 _KEY = "grpo.ptx_path"
-
-
-class _Example(msgspec.Struct):
-    completion: str
-    prompt: str | None = None
 
 
 class PtxStream:
@@ -45,11 +41,11 @@ class PtxStream:
         self._eos, self._vocab_size = model.eos_token_ids, model.vocab_size
         self._samples: list[Sample] = []
         self.num_too_long = 0
-        for where, example in _examples(path):
+        for where, row in _rows(path):
             try:
-                sample = self._tokenize(example)
+                sample = self._tokenize(row)
             except ValueError as error:
-                raise DataError(f"{where}: {error}") from error
+                raise DataError(f"{_KEY}: {where}: {error}") from error
             if sample.num_tokens <= row_len:
                 self._samples.append(sample)
             else:
@@ -77,17 +73,24 @@ class PtxStream:
         first = step * num_examples
         return [self._samples[self._order.row(first + i)] for i in range(num_examples)]
 
-    def _tokenize(self, example: _Example) -> Sample:
+    def _tokenize(self, row: dict[str, Any]) -> Sample:
+        prompt, completion = row.get("prompt"), row.get("completion")
+        if not isinstance(completion, str) or not isinstance(prompt, str | None):
+            raise ValueError(
+                f"an example must have a string completion, and may have a string prompt, got {row!r:.200}."
+            )
         # Prompt and completion are tokenized separately, as they are for a rollout. Without a prompt
         # there is still the beginning-of-sequence token, if the tokenizer has one.
-        prompt = self._codec.encode(example.prompt or "")
-        completion = self._codec.encode_continuation(example.completion)
-        if not completion:
-            raise ValueError(f"the completion must have a token, got {example.completion!r}.")
-        if completion[-1] not in self._eos:
-            completion.append(self._eos[0])
-        check_vocabulary([*prompt, *completion], self._vocab_size)
-        sample = Sample(np.array(prompt, np.int32), np.array(completion, np.int32), None)
+        prompt_ids, ids = (
+            self._codec.encode(prompt or ""),
+            self._codec.encode_continuation(completion),
+        )
+        if not ids:
+            raise ValueError(f"the completion must have a token, got {completion!r}.")
+        if ids[-1] not in self._eos:
+            ids.append(self._eos[0])
+        check_vocabulary([*prompt_ids, *ids], self._vocab_size)
+        sample = Sample(np.array(prompt_ids, np.int32), np.array(ids, np.int32), None)
         if sample.num_predicted == 0:
             raise ValueError(
                 "the example must have a token before its last one, got a single token. Add a prompt "
@@ -96,14 +99,14 @@ class PtxStream:
         return sample
 
 
-def _examples(path: str) -> Iterator[tuple[str, _Example]]:
-    """Yields the examples of the file, each with its place. Blank lines are skipped."""
+def _rows(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields the rows of the file, each with its place."""
     try:
-        file = open_regular(path)
+        check_regular(path)
+        with closing(JsonlTable(path, {}, None, _KEY)) as table:
+            for i in range(len(table)):
+                yield table.where(i), table.row(i)
     except OSError as error:
         raise DataError(f"{_KEY}: {path} cannot be read: {error.strerror}.") from error
-    with file:
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                where = f"{_KEY}: {path}:{number}"
-                yield where, decode_line(line, _Example, where)
+    except ValueError as error:
+        raise DataError(str(error)) from error

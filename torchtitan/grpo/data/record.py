@@ -3,55 +3,43 @@
 
 """Records batches of rollouts in a file, from which a run can train on them again.
 
-The file holds JSON lines: a header, then one for each batch, in the order of training. Columns of
-rollouts (`types.py`) are lists of numbers, and base64 of the arrays if they have a list for each
-token. Logprobs are float64 numbers that equal the float32 ones exactly. Each line begins with the
-CRC-32 of the rest of it, which a line that was changed by hand may leave out. In ``.gz`` files each
-line is a separate gzip member: a run that ends at any time leaves complete lines.
+The file holds blocks: a header, then one for each batch, in the order of training. Both are encoded
+as batches are on their way from the rollout process, with every bit (`rollout/codec.py`)::
+
+    8 bytes   size of the msgpack part        4 bytes   CRC-32 of both parts
+    8 bytes   size of the arrays              4 bytes   CRC-32 of these 20 bytes
+    both parts; integers are little-endian
+
+In ``.gz`` files each block is a separate gzip member: a run that ends at any time leaves complete
+blocks. ``torchtitan-grpo show FILE`` prints a record as JSON lines.
 """
 
 import gzip
 import os
-import re
+import struct
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import MISSING, dataclass, fields
-from itertools import pairwise
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar, cast, get_type_hints
+from typing import BinaryIO, cast
 
 import msgspec
-import numpy as np
 
+from torchtitan.grpo.rollout.codec import Packed, pack, unpack
 from torchtitan.grpo.system.errors import DataError
-from torchtitan.grpo.system.file_formats import UTF8_MARK, not_json_lines
 from torchtitan.grpo.system.files import check_regular, open_regular
-from torchtitan.grpo.types import Column, PromptProgress, Rollout, RolloutGroup, columns_of
-
-_Value = TypeVar("_Value")
+from torchtitan.grpo.types import PromptProgress, RolloutGroup
 
 FORMAT = "torchtitan-grpo-rollouts"
-FORMAT_VERSION = 4
-READABLE_VERSIONS = (3, 4)
-_SUM = re.compile(rb'\{"crc32":(\d+),')
-
-
-def decode_line(line: bytes, kind: type[_Value], where: str) -> _Value:
-    """Decodes a line of JSON; :class:`DataError` names ``where``, which is ``key: file:number``."""
-    try:
-        return msgspec.json.decode(line.removeprefix(UTF8_MARK), type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        path, _, number = where.rpartition(" ")[2].rpartition(":")
-        found = not_json_lines(line, path, is_first=number == "1")
-        raise DataError(f"{where}: {found or f'{error}.'}") from error
+FORMAT_VERSION = 5
+_SIZES, _SUM = struct.Struct("<QQI"), struct.Struct("<I")
 
 
 class RecordHeader(msgspec.Struct):
     format: str
     format_version: int
     vocab_size: int
-    temperature: float | None = None
-    """``None`` in files of format 1, which are refused."""
+    temperature: float
 
 
 @dataclass(frozen=True)
@@ -87,22 +75,21 @@ class RolloutRecorder:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._begin(kept)
-            # Unbuffered, so that a line that found no room is not written again at the end.
+            # Unbuffered, so that a block that found no room is not written again at the end.
             self._file = self._path.open("ab", buffering=0)
         except OSError as error:
             raise DataError(f"rollout.record: {path} cannot be written: {error}.") from error
 
     def write(self, version: int, progress: PromptProgress, groups: Sequence[RolloutGroup]) -> None:
-        line = self._line(_batch_fields(BatchRecord(version, progress, groups)))
-        while line:
-            line = line[self._file.write(line) :]
+        block = self._block(BatchRecord(version, progress, groups))
+        while block:
+            block = block[self._file.write(block) :]
 
     def close(self) -> None:
         self._file.close()
 
     def _batches(self) -> Iterator[BatchRecord]:
         header = self._header
-        assert header.temperature is not None
         reader = RecordReader(
             str(self._path), header.vocab_size, header.temperature, "rollout.record"
         )
@@ -125,246 +112,129 @@ class RolloutRecorder:
         partial = self._path.with_name(self._path.name + ".partial")
         try:
             with partial.open("wb") as file:
-                file.write(self._line(self._header))
+                file.write(self._block(self._header))
                 for batch in kept:
-                    file.write(self._line(_batch_fields(batch)))
+                    file.write(self._block(batch))
             os.replace(partial, self._path)
         finally:
             partial.unlink(missing_ok=True)
 
-    def _line(self, record: RecordHeader | dict[str, Any]) -> bytes:
-        line = msgspec.json.encode(record)
-        line = b'{"crc32":%d,%b\n' % (zlib.crc32(line), line[1:])
-        return gzip.compress(line, compresslevel=1, mtime=0) if self._path.suffix == ".gz" else line
+    def _block(self, record: RecordHeader | BatchRecord) -> bytes:
+        if isinstance(record, BatchRecord):  # what was left out is for logs
+            record = replace(record, groups=[replace(g, left_out=()) for g in record.groups])
+        packed = pack(record)
+        header, arrays = bytes(packed.header), packed.arrays
+        sizes = _SIZES.pack(len(header), len(arrays), zlib.crc32(arrays, zlib.crc32(header)))
+        block = b"".join((sizes, _SUM.pack(zlib.crc32(sizes)), header, arrays))
+        return gzip.compress(block, compresslevel=1, mtime=0) if _is_gzip(self._path) else block
 
 
 class RecordReader:
     """Iterates over the batches of a file as (where, record), with one batch in memory at a time.
 
     Each iteration reads the file from its beginning, and raises :class:`DataError` if it cannot be
-    used. An incomplete last line, which a run leaves that is killed while writing, is skipped, and
-    ``was_cut_off`` set: the run has not trained on that batch.
+    used. An incomplete last block, which a run leaves that is killed while writing, is skipped, and
+    ``was_cut_off`` set: the run has not trained on that batch. ``header`` is the file's, once read. A
+    ``vocab_size`` or ``temperature`` of None takes any.
     """
 
-    def __init__(self, path: str, vocab_size: int, temperature: float, key: str) -> None:
-        self._path, self._vocab_size, self._key = path, vocab_size, key
-        self._temperature = temperature
+    def __init__(
+        self, path: str, vocab_size: int | None, temperature: float | None, key: str
+    ) -> None:
+        self._path, self._key = path, key
+        self._vocab_size, self._temperature = vocab_size, temperature
         self.was_cut_off = False
+        self.header: RecordHeader | None = None
 
     def __iter__(self) -> Iterator[tuple[str, BatchRecord]]:
-        self.was_cut_off = False
-        number = 0
-        for number, line in enumerate(self._lines(), start=1):
-            where = f"{self._key}: {self._path}:{number}"
-            _check_sum(line, where)
-            if number == 1:
-                self._check_header(line, where)
+        self.was_cut_off, self.header = False, None
+        for number, packed in enumerate(self._blocks()):
+            try:
+                block = unpack(packed, BatchRecord if number else RecordHeader)
+            except (ValueError, LookupError, TypeError) as error:
+                raise self._error(f"block {number} cannot be decoded: {error}.") from error
+            if isinstance(block, BatchRecord):
+                yield f"{self._key}: {self._path}, batch {number}", block
             else:
-                batch = decode_line(line, _BatchLine, where)
-                groups = [
-                    _group(group, f"{where}, group {group.group_id}") for group in batch.groups
-                ]
-                yield where, BatchRecord(batch.version, batch.progress, groups)
-        if number == 0:
-            raise DataError(f"{self._key}: {self._path} is empty: it has no header.")
+                self._check_header(block)
+                self.header = block
+        if self.header is None:
+            raise self._error("it is empty: it has no header.")
 
-    def _lines(self) -> Iterator[bytes]:
+    def _error(self, problem: str) -> DataError:
+        return DataError(f"{self._key}: {self._path}: {problem}")
+
+    def _blocks(self) -> Iterator[Packed]:
         try:
             with self._open() as file:
-                for line in file:
-                    if not line.endswith(b"\n"):
+                while beginning := file.read(_SIZES.size + _SUM.size):
+                    packed = self._content(file, beginning)
+                    if packed is None:
                         self.was_cut_off = True
                         return
-                    yield line
+                    yield packed
         except EOFError:  # a gzip member that was cut off
             self.was_cut_off = True
         except (OSError, zlib.error) as error:
-            raise DataError(f"{self._key}: {self._path} cannot be read: {error}.") from error
+            raise self._error(f"it cannot be read: {error}.") from error
+
+    def _content(self, file: BinaryIO, beginning: bytes) -> Packed | None:
+        """Returns the content of a block; None if it is incomplete."""
+        if self.header is None and beginning.startswith(b"{"):
+            raise self._error(
+                f"it must be a record of format {FORMAT_VERSION}, but it begins as the JSON lines of "
+                "formats up to 4. Replay it with the commit that has written it (environment.json in "
+                "the folder starts of its run names it), or record again."
+            )
+        sizes, crc = beginning[: _SIZES.size], beginning[_SIZES.size :]
+        if len(crc) < _SUM.size:
+            return None
+        self._check(crc == _SUM.pack(zlib.crc32(sizes)))
+        num_header, num_arrays, crc = _SIZES.unpack(sizes)
+        header, arrays = file.read(num_header), file.read(num_arrays)
+        if len(header) + len(arrays) < num_header + num_arrays:
+            return None
+        self._check(crc == zlib.crc32(arrays, zlib.crc32(header)))
+        return Packed(msgspec.Raw(header), arrays)
+
+    def _check(self, is_whole: bool) -> None:
+        if not is_whole and self.header is None:
+            raise self._error(
+                "it must be a file that rollout.record has written, but it does not begin as one, or is "
+                "damaged. Name another file, or take a copy of it."
+            )
+        if not is_whole:
+            raise self._error(
+                "it must hold what was written, but a checksum differs: the file is damaged. Take a copy "
+                "of it, or record again."
+            )
 
     def _open(self) -> BinaryIO:
         check_regular(self._path)
-        if self._path.endswith(".gz"):
+        if _is_gzip(self._path):
             return cast(BinaryIO, gzip.open(self._path, "rb"))
         return open_regular(self._path)
 
-    def _check_header(self, line: bytes, where: str) -> None:
-        header = decode_line(line, RecordHeader, where)
-        if header.format != FORMAT or header.format_version not in READABLE_VERSIONS:
-            raise DataError(
-                f"{where}: the format must be {FORMAT} {FORMAT_VERSION}, got {header.format} "
+    def _check_header(self, header: RecordHeader) -> None:
+        if header.format != FORMAT or header.format_version != FORMAT_VERSION:
+            raise self._error(
+                f"the format must be {FORMAT} {FORMAT_VERSION}, got {header.format} "
                 f"{header.format_version}. Name a file that rollout.record has written."
             )
-        if header.vocab_size != self._vocab_size:
-            raise DataError(
-                f"{where}: the file was recorded with a vocabulary of {header.vocab_size} tokens, "
+        if self._vocab_size not in (None, header.vocab_size):
+            raise self._error(
+                f"the file was recorded with a vocabulary of {header.vocab_size} tokens, "
                 f"but the model in model.hf_assets_path has {self._vocab_size}. Set "
                 "model.hf_assets_path to the model that the file was recorded with."
             )
-        if header.temperature != self._temperature:
-            raise DataError(
-                f"{where}: the file was recorded with rollout.temperature = {header.temperature}, "
+        if self._temperature not in (None, header.temperature):
+            raise self._error(
+                f"the file was recorded with rollout.temperature = {header.temperature}, "
                 f"but this run has {self._temperature}. The recorded logprobs and those of the "
                 "trainer would belong to different distributions. Set rollout.temperature = "
                 f"{header.temperature}."
             )
 
 
-def _check_sum(line: bytes, where: str) -> None:
-    found = _SUM.match(line)
-    if found and zlib.crc32(b"{" + line[found.end() :].rstrip(b"\r\n")) != int(found[1]):
-        raise DataError(
-            f"{where}: the line must be what was written, but its checksum differs: the file is "
-            "damaged. Take a copy of it, or remove this line and all behind it. If you have changed "
-            'the line yourself, remove its "crc32".'
-        )
-
-
-class _Lists(msgspec.Struct):
-    """A column with a list of values for each token, [tokens, k], little-endian."""
-
-    k: int
-    data: bytes
-
-
-class _TopTokens(msgspec.Struct):
-    """Format 3: both columns of a teacher's most likely tokens in one."""
-
-    k: int
-    ids: bytes
-    logprobs: bytes
-
-
-def _line_type(column: Column) -> Any:
-    if column.is_list:
-        return _Lists
-    # Of a mask, the spans [start, end) of the tokens whose value is not the usual one.
-    return {"i": list[int], "f": list[float], "b": list[tuple[int, int]]}[
-        np.dtype(column.dtype).kind
-    ]
-
-
-def _line_fields() -> Iterator[tuple[str, Any] | tuple[str, Any, Any]]:
-    columns, hints = columns_of(Rollout), get_type_hints(Rollout)
-    for field in fields(Rollout):
-        name, kind = field.name, hints[field.name]
-        if column := columns.get(name):
-            name, kind = column.record_name or name, _line_type(column)
-            kind = kind if field.default is MISSING else kind | None
-        if field.default_factory is not MISSING:
-            yield name, kind, msgspec.field(default_factory=field.default_factory)
-        elif field.default is not MISSING:
-            yield name, kind, field.default
-        elif name != "prompt_ids":  # the group has them
-            yield name, kind
-    yield "teacher_top", _TopTokens | None, None
-
-
-_RolloutLine = msgspec.defstruct("_RolloutLine", list(_line_fields()), kw_only=True)
-
-
-class _GroupLine(msgspec.Struct):
-    group_id: int
-    prompt_ids: list[int]
-    rollouts: list[_RolloutLine]  # pyright: ignore[reportInvalidTypeForm]
-    prompt_text: str = ""
-    server_url: str = ""
-    columns: dict[str, Any] = {}
-    is_chat: bool = False
-    file: str = ""
-
-
-class _BatchLine(msgspec.Struct):
-    version: int
-    progress: PromptProgress
-    groups: list[_GroupLine]
-
-
-def _batch_fields(batch: BatchRecord) -> dict[str, Any]:
-    return {
-        "version": batch.version,
-        "progress": batch.progress,
-        "groups": [
-            vars(group)
-            | {
-                "prompt_ids": group.rollouts[0].prompt_ids.tolist(),
-                "rollouts": [_rollout_fields(rollout) for rollout in group.rollouts],
-            }
-            for group in batch.groups
-        ],
-    }
-
-
-def _rollout_fields(rollout: Rollout) -> dict[str, Any]:
-    found = {field.name: getattr(rollout, field.name) for field in fields(rollout)}
-    del found["prompt_ids"]
-    for name, column in columns_of(Rollout).items():
-        values = found.pop(name)
-        if values is None:
-            continue
-        if column.is_list:
-            kept = _Lists(values.shape[1], values.astype(_little_endian(column)).tobytes())
-        elif values.dtype == np.bool_:
-            kept = _spans(values != column.fill)
-        else:
-            kept = values.tolist()
-        found[column.record_name or name] = kept
-    return found
-
-
-def _group(line: _GroupLine, where: str) -> RolloutGroup:
-    try:
-        prompt_ids = np.array(line.prompt_ids, np.int32)
-        rollouts = tuple(_rollout(rollout, prompt_ids) for rollout in line.rollouts)
-    except (ValueError, OverflowError) as error:
-        raise DataError(f"{where}: {error}.") from error
-    given: dict[str, Any] = {**msgspec.structs.asdict(line), "rollouts": rollouts}
-    del given["prompt_ids"]
-    return RolloutGroup(**given)
-
-
-def _rollout(line: msgspec.Struct, prompt_ids: np.ndarray) -> Rollout:
-    found = msgspec.structs.asdict(line)
-    if top := found.pop("teacher_top"):
-        found["teacher_top_ids"] = _Lists(top.k, top.ids)
-        found["teacher_top_logprobs"] = _Lists(top.k, top.logprobs)
-    num_tokens = len(found["completion_ids"])
-    for name, column in columns_of(Rollout).items():
-        kept = found.pop(column.record_name or name)
-        if kept is None or (column.dtype is np.bool_ and not kept):
-            found[name] = None
-        elif column.is_list:
-            values = np.frombuffer(kept.data, _little_endian(column))
-            if len(values) != num_tokens * kept.k:
-                raise ValueError(
-                    f"{name} must hold {num_tokens * kept.k} values (k = {kept.k} for each of "
-                    f"{num_tokens} completion tokens), got {len(values)}"
-                )
-            found[name] = values.astype(column.dtype, copy=False).reshape(num_tokens, kept.k)
-        elif column.dtype is np.bool_:
-            found[name] = _mask(kept, num_tokens, column)
-        else:
-            found[name] = np.array(kept, column.dtype)
-    return Rollout(**found, prompt_ids=prompt_ids)
-
-
-def _little_endian(column: Column) -> np.dtype[Any]:
-    return np.dtype(column.dtype).newbyteorder("<")
-
-
-def _spans(mask: np.ndarray) -> list[tuple[int, int]]:
-    """The [start, end) of each run of True."""
-    borders = np.flatnonzero(np.diff(mask, prepend=False, append=False))
-    return [(int(start), int(end)) for start, end in borders.reshape(-1, 2)]
-
-
-def _mask(spans: Sequence[tuple[int, int]], num_tokens: int, column: Column) -> np.ndarray:
-    borders = [0, *(border for span in spans for border in span), num_tokens]
-    if any(start > end for start, end in pairwise(borders)):
-        raise ValueError(
-            f"{column.record_name} must be ascending spans within the {num_tokens} completion "
-            f"tokens, got {list(spans)}"
-        )
-    mask = column.filled(num_tokens)
-    for start, end in spans:
-        mask[start:end] = not column.fill
-    return mask
+def _is_gzip(path: Path | str) -> bool:
+    return str(path).endswith(".gz")

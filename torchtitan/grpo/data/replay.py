@@ -118,7 +118,7 @@ def split_groups(groups: Sequence[RolloutGroup], num_parts: int) -> list[Sequenc
 
 
 def check_batch(batch: BatchRecord, where: str, vocab_size: int, row_len: int) -> None:
-    """Raises :class:`DataError` for an untrainable batch; ``where`` is key, file and line."""
+    """Raises :class:`DataError` for an untrainable batch; ``where`` is key, file and number."""
     ids = [group.group_id for group in batch.groups]
     _require(len(ids) > 0, f"{where}: a batch must have a group, got none.")
     _require(len(set(ids)) == len(ids), f"{where}: group_id must be unique, got {ids}.")
@@ -135,7 +135,7 @@ def check_batch(batch: BatchRecord, where: str, vocab_size: int, row_len: int) -
         for i, rollout in enumerate(group.rollouts):
             problem = rollout_problem(rollout, vocab_size=vocab_size, row_len=row_len)
             if rollout.num_trained == 0:
-                problem = problem or "observed must leave a completion token to train on"
+                problem = problem or "sampled must leave a completion token to train on"
             _require(problem is None, f"{here}, rollout {i}: {problem}.")
         newest = max(segment.version for r in group.rollouts for segment in r.segments)
         _require(

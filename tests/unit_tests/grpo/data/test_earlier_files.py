@@ -1,10 +1,11 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Records that an earlier release wrote are read, and give the same rows.
+"""Records that an earlier commit wrote are read, and give the same rows.
 
 The files in ``earlier`` hold rollouts of several versions and turns, with masks, ratings and missing
-rewards; ``rows.npz`` holds the rows that the earlier release made of the record.
+rewards; ``rows.npz`` holds the rows that an earlier commit made of them. A record's fields are those of
+the types: one that is renamed or added without a default makes this fail, and needs a new format.
 """
 
 from pathlib import Path
@@ -22,7 +23,7 @@ from torchtitan.grpo.rollout.saved import SavedRolloutsError, read_saved
 from torchtitan.grpo.types import RolloutGroup
 
 FILES = Path(__file__).parent / "earlier"
-RECORD = FILES / "rollouts.jsonl"
+RECORD = FILES / "rollouts.gz"
 
 
 def read(path: Path) -> list:

@@ -1,4 +1,3 @@
-import gzip
 import json
 from dataclasses import replace
 
@@ -9,7 +8,9 @@ from hypothesis import strategies as st
 from rollouts import assert_same, rollout
 from rollouts import group as group_of
 
+from torchtitan.grpo.commands.show import show
 from torchtitan.grpo.data.record import RecordReader, RolloutRecorder
+from torchtitan.grpo.rollout.codec import pack
 from torchtitan.grpo.system.errors import DataError
 from torchtitan.grpo.types import PromptProgress, VersionSegment
 
@@ -55,7 +56,8 @@ def test_a_batch_is_read_back_as_it_was(path):
         teacher_top_logprobs=np.array([[-1 / 3, -1e-8], [-2.5, -7.0]], np.float32),
     )
     groups = [group(4), group_of(9, rated, plain, prompt_text="prompt \x00")]
-    recorder = record(path, [groups, [group(11)]])
+    # Those that are not trained on are for logs.
+    recorder = record(path, [[replace(groups[0], left_out=(plain,)), groups[1]], [group(11)]])
     batches = read(path)  # before close: each batch is on disk once it is written
     recorder.close()
     assert [(b.version, b.progress, len(b.groups)) for b in batches] == [
@@ -66,29 +68,23 @@ def test_a_batch_is_read_back_as_it_was(path):
 
 
 @given(
-    logprobs=st.lists(
-        st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=20
-    ),
+    logprobs=st.lists(st.floats(width=32), min_size=1, max_size=20),
     reward=st.floats(allow_nan=False, allow_infinity=False),
     data=st.data(),
 )
-def test_numbers_keep_every_bit_and_what_an_environment_put_in_is_told_apart(
-    tmp_path_factory, logprobs, reward, data
-):
-    length = len(logprobs) - 1
-    mask = np.array([*data.draw(st.lists(st.booleans(), min_size=length, max_size=length)), True])
+def test_numbers_keep_every_bit(tmp_path_factory, logprobs, reward, data):
+    mask = np.array(
+        data.draw(st.lists(st.booleans(), min_size=len(logprobs), max_size=len(logprobs)))
+    )
     plain, *_ = group(logprobs=logprobs, reward=reward).rollouts
     mixed = replace(plain, sampled=mask)
-    path = tmp_path_factory.mktemp("record") / "rollouts.jsonl"
+    path = tmp_path_factory.mktemp("record") / "rollouts"
     record(path, [[group_of(0, mixed, plain)]]).close()
     found, other = read(path)[0].groups[0].rollouts
     assert found.logprobs.tobytes() == other.logprobs.tobytes() == plain.logprobs.tobytes()
     assert np.float64(found.reward).tobytes() == np.float64(reward).tobytes()
-    assert found.num_written == mixed.num_written
-    # A mask that is True throughout says nothing.
-    assert other.sampled is None and (found.sampled is None) == mask.all()
-    if found.sampled is not None:
-        assert found.sampled.tolist() == mask.tolist()
+    assert found.sampled is not None and other.sampled is None
+    assert found.sampled.tolist() == mask.tolist()
 
 
 def test_a_resumed_run_drops_the_records_of_steps_that_it_takes_again(path):
@@ -115,50 +111,78 @@ def test_a_new_run_does_not_overwrite_a_record(path):
     assert len(read(path)) == 1
 
 
-def test_a_last_line_that_was_cut_off_ends_the_file(path):
+def test_a_last_batch_that_was_cut_off_ends_the_file(path):
     record(path, [[group(g)] for g in range(3)]).close()
-    path.write_bytes(path.read_bytes()[:-20])
-    reader = reader_of(path)
-    assert [batch.version for _, batch in reader] == [0, 1]
-    assert reader.was_cut_off
+    content = path.read_bytes()
+    for missing in (20, 1, len(content) // 4):
+        path.write_bytes(content[:-missing])
+        reader = reader_of(path)
+        assert [batch.version for _, batch in reader] == [0, 1]
+        assert reader.was_cut_off
     # A run that resumes behind it writes a whole file again.
     record(path, [[group(7)]], first_version=2).close()
     assert [batch.version for batch in read(path)] == [0, 1, 2]
 
 
-def test_a_file_of_another_kind_is_refused_with_its_line(tmp_path):
-    path = tmp_path / "other.jsonl"
-    for content, message in (
-        (b"", r"rollout\.replay: .*other\.jsonl is empty"),
-        (b"no json\n", r"rollout\.replay: .*other\.jsonl:1: "),
-        (b'{"prompt": "a"}\n', r"other\.jsonl:1: .*format"),
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "it is empty"),
         (
-            b'{"format": "torchtitan-grpo-rollouts", "format_version": 1, "vocab_size": 100}\n',
-            r"other\.jsonl:1: the format must be torchtitan-grpo-rollouts 4, got .* 1",
+            b"no record, but a text of some length\n",
+            "it must be a file that rollout.record has written",
         ),
-    ):
-        path.write_bytes(content)
-        with pytest.raises(DataError, match=message):
-            read(path)
-    with pytest.raises(DataError, match=r"other\.gz cannot be read: Not a gzipped file"):
-        read(path.rename(tmp_path / "other.gz"))
-    with pytest.raises(DataError, match=r"missing\.gz cannot be read: .*No such file"):
-        read(tmp_path / "missing.gz")
+        (
+            b'{"crc32":1,"format":"torchtitan-grpo-rollouts","format_version":4,"vocab_size":100}\n',
+            r"format 5, but it begins as the JSON lines of formats up to 4\. .* record again",
+        ),
+    ],
+)
+def test_a_file_of_another_kind_is_refused(tmp_path, content, message):
+    path = tmp_path / "other.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=rf"rollout\.replay: .*other\.jsonl: .*{message}"):
+        read(path)
+
+
+def test_a_record_of_another_model_or_temperature_is_refused(tmp_path):
+    path = tmp_path / "other"
+    for name, message in (("missing.gz", "No such file"), ("text.gz", "Not a gzipped file")):
+        (tmp_path / "text.gz").write_bytes(b"no record")
+        with pytest.raises(DataError, match=rf"{name}: it cannot be read: .*{message}"):
+            read(tmp_path / name)
     record(path, [[group()]]).close()
-    with pytest.raises(DataError, match=r":1: .* recorded with a vocabulary of 100 .* has 64"):
+    with pytest.raises(DataError, match=r" recorded with a vocabulary of 100 .* has 64"):
         read(path, vocab_size=64)
-    message = r":1: .* with rollout\.temperature = 0\.7, but this run has 1\.0\. .*Set rollout"
+    message = r" with rollout\.temperature = 0\.7, but this run has 1\.0\. .*Set rollout"
     with pytest.raises(DataError, match=message):
         read(path, temperature=1.0)
 
 
-def test_a_broken_line_is_named(path):
-    record(path, [[group()]]).close()
-    line = b'{"version": 1, "progress": {"position": 2}, "groups": [{"group_id": "x"}]}\n'
-    with path.open("ab") as file:
-        file.write(gzip.compress(line) if path.suffix == ".gz" else line)
-    with pytest.raises(DataError, match=r":3: Expected `int`, got `str` - at `\$\.groups"):
+def test_what_was_not_written_as_a_batch_is_named(path, monkeypatch):
+    recorder = record(path, [[group()]])
+    monkeypatch.setattr("torchtitan.grpo.data.record.pack", lambda batch: pack([batch.version]))
+    recorder.write(1, PromptProgress(), [])
+    recorder.close()
+    with pytest.raises(
+        DataError, match=r"block 2 cannot be decoded: Expected `object`, got `array`"
+    ):
         read(path)
+
+
+def test_a_record_is_shown_as_json_lines(path, capsys):
+    record(path, [[group(4)], [group(9, reward=None)]]).close()
+    assert show([str(path)]) == 0
+    header, first, second = map(json.loads, capsys.readouterr().out.splitlines())
+    assert header["vocab_size"] == VOCAB_SIZE
+    assert [line["groups"][0]["group_id"] for line in (first, second)] == [4, 9]
+    shown = first["groups"][0]["rollouts"][0]
+    assert shown["completion"] == 'líne\n"two" \u2028' and shown["token_ids"] == [0, 1]
+    assert np.float32(shown["logprobs"]).tolist() == group().rollouts[0].logprobs.tolist()
+    path.write_bytes(path.read_bytes()[:-20])
+    assert show([str(path)]) == 0
+    told = capsys.readouterr()
+    assert len(told.out.splitlines()) == 2 and "is cut off" in told.err
 
 
 def test_a_record_is_begun_with_a_run_s_first_batch(path):
@@ -188,45 +212,7 @@ def test_a_flipped_bit_anywhere_changes_nothing_or_is_refused_with_its_file(tmp_
         except DataError as error:
             assert str(path) in str(error)
             num_refused += 1
-        else:  # a line that is cut off is told where it is replayed
+        else:  # a block that is cut off is told where it is replayed
             assert [b.version for b in found] == [b.version for b in expected[: len(found)]]
             assert reader.was_cut_off or len(found) == len(expected), position
     assert num_refused > len(positions) * 0.9
-
-
-def test_lines_of_earlier_releases_have_no_checksum(path):
-    record(path, [[group(4)], [group(9)]]).close()
-    open_file = gzip.open if path.suffix == ".gz" else open
-    with open_file(path, "rb") as file:
-        lines = file.readlines()
-    assert all(line.startswith(b'{"crc32":') for line in lines)
-    with open_file(path, "wb") as file:
-        file.writelines(b"{" + line.partition(b",")[2] for line in lines)
-    assert [batch.groups[0].group_id for batch in read(path)] == [4, 9]
-    with open_file(path, "wb") as file:  # a copy by way of another system
-        file.writelines(line.replace(b"\n", b"\r\n") for line in lines)
-    assert [batch.groups[0].group_id for batch in read(path)] == [4, 9]
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"observed": [[1, 3]]}, "observed must be ascending spans within the 2 completion tokens"),
-        ({"observed": [[1, 1], [0, 1]]}, "observed must be ascending spans"),
-        ({"completion_ids": [1 << 40, 2]}, "out of bounds"),
-        (
-            {"teacher_top_ids": {"k": 3, "data": "AAAAAAAAAAA="}},
-            r"teacher_top_ids must hold 6 values \(k = 3 for each of 2 completion tokens\), got 2",
-        ),
-    ],
-)
-def test_columns_that_cannot_be_read_are_refused_with_their_place(tmp_path, changes, message):
-    path = tmp_path / "rollouts.jsonl"
-    record(path, [[group(4)]]).close()
-    header, line = path.read_bytes().splitlines()
-    batch = json.loads(line)
-    del batch["crc32"]
-    batch["groups"][0]["rollouts"][1] |= changes
-    path.write_bytes(b"\n".join([header, json.dumps(batch).encode(), b""]))
-    with pytest.raises(DataError, match=rf"rollouts.jsonl:2, group 4: .*{message}"):
-        read(path)

@@ -44,7 +44,7 @@ ONE = group(3, rollout(2))
     [
         (batch(rollout([7, 100])), r"group 3, rollout 0: its token ids are 7 to 100"),
         (batch(rollout(2, version=1)), r"versions up to that of the batch \(0\), got 1"),
-        (batch(rollout(2, sampled=np.zeros(2, bool))), r"observed must leave a completion token"),
+        (batch(rollout(2, sampled=np.zeros(2, bool))), r"sampled must leave a completion token"),
         (BatchRecord(0, PromptProgress(), [ONE, ONE]), r"group_id must be unique, got \[3, 3\]"),
         (BatchRecord(0, PromptProgress(), []), r"file:2: a batch must have a group"),
         (batch(), r"a group must have a rollout"),
