@@ -39,10 +39,10 @@ Values = list[float | None]
 class Score(msgspec.Struct, tag=True):
     """Asks a worker to score the completions of one prompt with the functions at these positions.
 
-    ``group`` distinguishes it from the other requests of its pool.
+    ``number`` distinguishes it from the other requests of its pool.
     """
 
-    group: int
+    number: int
     which: list[int]
     prompts: list[Any]
     completions: list[Any]
