@@ -41,7 +41,7 @@ class Judge:
     score: str = ""
     """Regular expression whose first group is the score in the answer of a ``chat`` judge, such as
     ``Score: (\\d+)``. Its last match counts. If it is empty, the score is the number behind the
-    last ``Score:``, else the last number of the answer if it is written as a score, such as ``8/10``
+    last ``Score:``, or, without such a mark, the last line if it holds nothing else, such as ``8/10``
     and ``8 out of 10``, which are 8 (docs/how-to/judges.md). The last 65,536 characters are searched."""
 
     options: dict[str, Any] = field(default_factory=dict)

@@ -3,6 +3,11 @@
 
 """Holds the built-in reward functions, loads the user's, and scores in worker processes."""
 
-from torchtitan.grpo.rewards.score_later import ScoreLater
 
-__all__ = ["ScoreLater"]
+class ScoreLater(Exception):
+    """What a reward function needs, such as the server of a judge, is out of reach.
+
+    The group is scored again after a pause, up to seven times within about ten minutes, and counts
+    as unscored only then; after two times if each took half of ``reward.timeout_seconds``, and other
+    groups were scored meanwhile. The message is shown to the user.
+    """

@@ -9,20 +9,18 @@ product. Functions of :data:`ANSWER_KINDS` take two answers in the form of
 kind.
 """
 
+import contextlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from datetime import datetime
 from fractions import Fraction
 
 from torchtitan.grpo.rewards.answer_text import TEXT, TEXT_COMMAND
 
-_MONTHS = ["jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec"]
-_MONTH = rf"(?P<month>{'|'.join(_MONTHS)})[a-z]*\.?"
-_NAMED = re.compile(
-    rf"(?:{_MONTH}\s+)?(?P<day>\d\d?)(?:st|nd|rd|th)?(?(month)|\s+(?:of\s+)?{_MONTH.replace('month', 'named')})"
-    r"(?:,?\s+(?P<year>\d{4}))?"
-)
-_DATE = re.compile(r"(\d{4})[-/.](\d\d?)[-/.](\d\d?)|(\d\d?)[-/.](\d\d?)[-/.](\d{4})")
-_TIME = re.compile(r"(\d{1,2})(?::(\d{2}))?(?::(\d{2}))?\s*([ap]\.?\s?m\.?)?", re.IGNORECASE)
+# Of dates, in lower case with single blanks and dashes; %b is the first letters of a month.
+_DATES = ("%Y-%m-%d", "%m-%d-%Y", "%d-%m-%Y", "%d %B %Y", "%B %d %Y", "%d %b %Y", "%b %d %Y")
+_NOT_IN_DATES = re.compile(r"(?<=\d)(?:st|nd|rd|th)\b|\bof\b|,|(?<=[a-z])\.")
+_CLOCKS, _HALVED_CLOCKS = ("%H:%M", "%H:%M:%S"), ("%I%p", "%I:%M%p", "%I:%M:%S%p")
 _BASES = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9}
 _BASE = re.compile(
     r"\(?(?P<digits>\d[\dA-Za-z]*|[A-F]{2,})\)?\s*(?:_\s*\{?|\(?(?=base))\s*(?:base\s*)?"
@@ -56,36 +54,34 @@ def same_date(a: str, b: str) -> bool | None:
     return not set(readings[0]).isdisjoint(readings[1])
 
 
-def _dates(text: str) -> list[tuple[int, ...]]:
-    """The year, month and day of each reading of a date."""
-    named = _NAMED.fullmatch(text)
-    if named is not None:
-        month = _MONTHS.index(named["month"] or named["named"]) + 1
-        return [(int(named["year"] or 0), month, int(named["day"]))]
-    found = _DATE.fullmatch(text)
-    if found is None:
-        return []
-    first, second, third = (int(part) for part in found.groups() if part)
-    return (
-        [(first, second, third)] if found[1] else [(third, first, second), (third, second, first)]
-    )
+def _dates(text: str) -> list[datetime]:
+    text = " ".join(re.sub("[/.]", "-", _NOT_IN_DATES.sub(" ", text)).split())
+    text = re.sub(r"\bsept\b", "sep", text)
+    return _read(text, _DATES) or _read(f"{text} 0004", _DATES[3:])  # a leap year stands for none
 
 
 def same_time(a: str, b: str) -> bool | None:
-    """Compares times of day if one says ``AM`` or ``PM``."""
-    times = [_TIME.fullmatch(plain_text(answer)) for answer in (a, b)]
-    if not any(time is not None and time[4] for time in times):
+    """Compares times of day if one says ``AM`` or ``PM``; others may be in both halves of the day."""
+    texts = [re.sub(r"[\s.]", "", plain_text(answer).lower()) for answer in (a, b)]
+    clocks = [_clocks(text) for text in texts]
+    if not any(of and text.endswith("m") for text, of in zip(texts, clocks, strict=True)):
         return None
-    clocks = [_clocks(time) if time is not None else set[int]() for time in times]
     return not clocks[0].isdisjoint(clocks[1])
 
 
-def _clocks(time: re.Match[str]) -> set[int]:
-    """The seconds after midnight; without AM or PM, of both halves of the day."""
-    hour, minute, second = (int(part or 0) for part in time.groups()[:3])
-    halves = [time[4][0].lower()] if time[4] else ["a", "p"]
-    hours = {hour % 12 + 12 * (half == "p") for half in halves} if hour <= 12 else {hour}
-    return {3600 * hour + 60 * minute + second for hour in hours}
+def _clocks(text: str) -> set[datetime]:
+    halved, whole = _read(text, _HALVED_CLOCKS), _read(text, _CLOCKS)
+    may_be_either = [t.replace(hour=t.hour % 12 + half) for t in whole for half in (0, 12)]
+    return set(halved or (may_be_either if whole and whole[0].hour <= 12 else whole))
+
+
+def _read(text: str, forms: Sequence[str]) -> list[datetime]:
+    """What a text says in each of the forms in which it can be read."""
+    found = []
+    for form in forms:
+        with contextlib.suppress(ValueError):
+            found.append(datetime.strptime(text, form))
+    return found
 
 
 def same_based_number(a: str, b: str) -> bool | None:

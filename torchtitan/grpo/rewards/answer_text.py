@@ -4,8 +4,8 @@
 r"""Writes an answer in the LaTeX that math-verify reads, without a change of its value.
 
 This covers what models and data sets write and math-verify does not read: Markdown, Unicode, prose
-before the answer, thousands separators, scientific notation with ``e``, repeating decimals, and
-mixed numbers without LaTeX.
+before the answer, thousands separators, scientific notation with ``e``, repeating decimals, mixed
+numbers without LaTeX, and arguments without braces.
 
 A comma separates thousands in ``1,234`` and elements in ``(1,234)``, ``3,4`` and ``1,23``. It is
 removed only where
@@ -19,56 +19,39 @@ removed only where
 ``{,}``, ``\,``, a thin space and their like never separate elements.
 """
 
+import itertools
 import re
 import unicodedata
 from fractions import Fraction
 
-TEXT_COMMAND = r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mathbf|mathit|mbox|operatorname)"
+_FONTS = "text textbf textit textrm textnormal mathrm mathbf mathit mbox operatorname"
+TEXT_COMMAND = rf"\\(?:{'|'.join(_FONTS.split())})"
 TEXT = re.compile(TEXT_COMMAND + r"\s*\{([^{}]*)\}")
 
-_RAISED, _LOWERED = "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁼⁽⁾ⁿⁱ", "₀₁₂₃₄₅₆₇₈₉₊₋₌₍₎ₙᵢ"
-_LEVEL = str.maketrans(_RAISED + _LOWERED, "0123456789+-=()ni" * 2)
-_CHARACTERS = str.maketrans(
-    dict.fromkeys("‐‑‒–—―−﹘﹣－⁃", "-")
-    | dict.fromkeys("°º˚∘", "^\\circ ")
-    | dict.fromkeys("·⋅∙•", "\\cdot ")
-    | dict.fromkeys("⁄∕", "/")
-    | dict.fromkeys("∅⌀", "\\emptyset ")
-    | dict.fromkeys("\u200b\u200c\u200d\u2060\ufeff", "")
-    | {
-        "×": "\\times ", "✕": "\\times ", "÷": "\\div ", "±": "\\pm ", "∓": "\\mp ", "∞": "\\infty ",
-        "≤": "\\le ", "⩽": "\\le ", "≥": "\\ge ", "⩾": "\\ge ", "≠": "\\ne ", "≈": "\\approx ",
-        "∪": "\\cup ", "∩": "\\cap ", "∈": "\\in ", "∖": "\\setminus ", "ℝ": "\\mathbb{R}",
-        "ℤ": "\\mathbb{Z}", "ℚ": "\\mathbb{Q}", "ℕ": "\\mathbb{N}", "ℂ": "\\mathbb{C}", "∠": "\\angle ",
-    }
-)  # fmt: skip
-_ROOTS = {"√": "", "∛": "[3]", "∜": "[4]"}
+# Sizes and fonts, which change no value. Braces around what they apply to stay.
+_STYLES = (
+    "bold boldsymbol bm pmb em emph underline ensuremath hbox texttt textsf textsc textup textsl mathsf mathtt "
+    "mathnormal bf it rm sf sl tt bfseries itshape rmfamily sffamily slshape ttfamily tiny small normalsize large "
+    "Large LARGE huge Huge displaystyle textstyle scriptstyle scriptscriptstyle"
+)
+_STYLE = re.compile(
+    rf"\\(?:{'|'.join(_STYLES.split())})(?![A-Za-z])|{TEXT_COMMAND}(?![A-Za-z]|\s*\{{)|"
+    r"\\(?:text)?color(?:box)?\s*+(?:\[[^\[\]]*\]\s*+)?\{[^{}]*\}"
+)
+_WORDS_IN_FONT = re.compile(r"\{\s*\\(?:bf|it|rm|sf|sl|tt|em)(?=[\s{}][A-Za-z\s]+\})")
 
-_MARKS = re.compile(r"(\*{1,3}|_{1,3}|`+)(?=\S)(.*\S)\1", re.DOTALL)
+_MARKDOWN = re.compile(r"(\*{1,3}|_{1,3}|`+)(?=\S)(.*\S)\1", re.DOTALL)
 _BOLD = re.compile(r"(?<![\w)}*])(\*\*|__)(?=[^\s*])([^*]*[^\s*])\1(?![\w*])")
 _DELIMITERS = re.compile(r"\$\$(.+)\$\$|\$([^$]+)\$|\\\((.+)\\\)|\\\[(.+)\\\]", re.DOTALL)
-_WHOLE_TEXT = re.compile(rf"(?:{TEXT_COMMAND}\s*)?\{{([^{{}}]*)\}}")
+_BRACED = re.compile(rf"(?:{TEXT_COMMAND}\s*)?\{{([^{{}}]*)\}}")
 _TEXT_WITHOUT_WORDS = re.compile(TEXT_COMMAND + r"\s*\{([^{}A-Za-z]*)\}")
+_ABOUT = re.compile(r"(?:\\approx|approximately|about)\s*(?=[-\d\\$.])", re.IGNORECASE)
 _LEAD_IN = re.compile(
-    r"(?:\\approx|approximately|about)\s*(?=[-\d\\$.])|"
-    r"(?:\\text\s*\{)?\s*(?:(?:so|thus|hence|therefore|then|finally),?\s+)?(?:the|my|our|final)?\s*"
+    r"(?P<opened>\\text\s*\{)?\s*(?:(?:so|thus|hence|therefore|then|finally),?\s+)?(?:the|my|our|final)?\s*"
     r"(?:(?:final|correct)\s+)?(?:answer|result|solution|value|it)\b[^{}=:\d\\]{0,40}?"
     r"(?:\bis\b\s*:?|\bequals\b|:|=)\s*(?P<closed>\}?)\s*(?=\S)",
     re.IGNORECASE,
 )
-# Colors, sizes and fonts, which change no value. Braces around what they apply to stay.
-_STYLE = re.compile(
-    rf"\\(?:text)?color(?:box)?\s*+(?:\[[^\[\]]*\]\s*+)?\{{[^{{}}]*\}}|{TEXT_COMMAND}(?![A-Za-z]|\s*\{{)|"
-    r"\\(?:bold(?:symbol)?|bm|pmb|em(?:ph)?|underline|ensuremath|hbox|text(?:tt|sf|sc|up|sl)|math(?:sf|tt|normal)|"
-    r"(?:bf|it|rm|sf|sl|tt)(?:series|shape|family)?|tiny|small|normalsize|[lL]arge|LARGE|[hH]uge|"
-    r"(?:display|text|(?:script){1,2})style)(?![A-Za-z])"
-)
-_WORDS_IN_FONT = re.compile(r"\{\s*\\(?:bf|it|rm|sf|sl|tt|em)(?=[\s{}][A-Za-z\s]+\})")
-_TOKEN = re.compile(r"([\s~]*)(\\[A-Za-z]+|\\.|.|\Z)", re.DOTALL)
-_TWO_ARGUMENTS = re.compile(r"\\(?:(?:[dtcsx]|nice)?frac|[dt]?binom)")
-_BETWEEN = {"\\over": "frac", "\\choose": "binom"}
-_SPACES = re.compile(r"(?:\\[,;:! ]|\\q?quad(?![A-Za-z])|~|\s)+")
-_MATRIX = re.compile(r"\\begin|\\\\")
 
 # Numbers and names of plain text, and how LaTeX writes them.
 _PLAIN_TEXT = [
@@ -85,7 +68,20 @@ _PLAIN_TEXT = [
         ),
     )
 ]
-_UNICODE_ROOT = re.compile(r"([√∛∜])\s*(?:\(([^()]*)\)|\{([^{}]*)\}|(\d+(?:\.\d+)?|[A-Za-z]))")
+_SPACES = re.compile(r"(?:\\[,;:! ]|\\q?quad(?![A-Za-z])|~|\s)+")
+_MATRIX = re.compile(r"\\begin|\\\\")
+
+_SYMBOLS = dict.fromkeys("−⁃", "-") | dict.fromkeys("°º˚∘", "^\\circ ")
+_SYMBOLS |= dict.fromkeys("·⋅∙•", "\\cdot ") | dict.fromkeys("⁄∕", "/")
+_SYMBOLS |= dict.fromkeys("∅⌀", "\\emptyset ")
+_NAMED_SYMBOLS = """
+× times, ✕ times, ÷ div, ± pm, ∓ mp, ∞ infty, ≤ le, ⩽ le, ≥ ge, ⩾ ge, ≠ ne, ≈ approx, ∪ cup, ∩ cap, ∈ in, ∖ setminus,
+∠ angle, ℝ mathbb{R}, ℤ mathbb{Z}, ℚ mathbb{Q}, ℕ mathbb{N}, ℂ mathbb{C}
+"""
+_SYMBOLS |= {s.split()[0]: f"\\{s.split()[1]} " for s in _NAMED_SYMBOLS.split(",")}
+_ROOTS = {"√": "", "∛": "[3]", "∜": "[4]"}
+_ROOT = re.compile(r"([√∛∜])\s*(?:\(([^()]*)\)|\{([^{}]*)\}|(\d+(?:\.\d+)?|[A-Za-z]))")
+
 _DOTS = r"(?:\\[lc]?dots|\.{3,}|…)"
 # The forms of the digits that are repeated.
 _REPEATING = [
@@ -104,12 +100,18 @@ _MAX_CHARACTERS = 300
 _SEPARATOR = r"(?:\{,\}|,\\!|,|\\[,:; ]|~|[ \u00a0\u2009\u202f])"
 # As many digits, separators and decimal points as stand together. A letter before them makes
 # them an index or an exponent.
-_RUN = re.compile(rf"(?<![\w.,^])\d++(?:(?:{_SEPARATOR}|\.)\d++)*+(?!,\S)")
+_DIGITS = re.compile(rf"(?<![\w.,^])\d++(?:(?:{_SEPARATOR}|\.)\d++)*+(?!,\S)")
 _GROUPED = re.compile(rf"[1-9]\d{{0,2}}({_SEPARATOR})\d{{3}}(?:\1\d{{3}})*(?:\.\d+)?")
-_ELEMENTS = re.compile(r";|,\s")
-_OPENING, _CLOSING = "([{", ")]}"
-# A brace behind one of these encloses an argument of LaTeX, as in \frac{1}{2} and 2^{10}.
-_BEFORE_ARGUMENT = re.compile(r"[A-Za-z}\]^_]")
+# A brace behind a letter or one of these signs encloses an argument of LaTeX, as in \frac{1}{2} and 2^{10}.
+_BRACKET = re.compile(r"(?P<argument>(?<=[A-Za-z}\]^_])\{)|[(\[{]|(?P<closing>[)\]}])")
+_UP_TO_CLOSING = re.compile(r"[^)\]}]*")
+
+_TOKEN = re.compile(r"\\[A-Za-z]+|\\?.", re.DOTALL)
+_BLANK = re.compile(r"[\s~]")
+_FRACTIONS = [f"\\{prefix}frac" for prefix in ("", "d", "t", "c", "s", "x", "nice")]
+_NUM_ARGUMENTS = dict.fromkeys([*_FRACTIONS, "\\binom", "\\dbinom", "\\tbinom"], 2)
+_NUM_ARGUMENTS |= {"\\sqrt": 1, "\\mathbb": 1}
+_BETWEEN = {"\\over": "\\frac", "\\choose": "\\binom"}
 
 
 def as_latex(answer: str) -> str:
@@ -130,64 +132,47 @@ def as_latex(answer: str) -> str:
     return text if _MATRIX.search(text) else _SPACES.sub(" ", text).strip()
 
 
-def with_braces(text: str) -> str:
-    r"""Puts braces around arguments: ``\frac1\sqrt2`` is ``\frac{1}{\sqrt{2}}``.
-
-    These are the arguments of fractions, binomials and roots, the bases of logarithms, and indices and
-    exponents that are commands with arguments. ``1 \over 2`` becomes a fraction too.
-    """
-    blanks, tokens = map(list, zip(("", "{"), *_TOKEN.findall(text), ("", "}"), strict=True))
-    # From the end. What follows in each open group are spans of tokens, the nearest last, the group's end first.
-    groups, between = [[(-1, -1)]], {}
-    for start in reversed(range(len(tokens))):
-        token, end, following = tokens[start], start, groups[-1]
-        if token == "}":
-            groups.append([(start, start)])
-            continue
-        if token == "{" and len(groups) > 1:
-            _, end = groups.pop()[0]
-            if end in between:
-                at = between.pop(end)
-                tokens[start], tokens[end] = f"{{\\{_BETWEEN[tokens[at]]}{{", "}}"
-                tokens[at] = "}{"
-        elif token in _BETWEEN:
-            between[following[0][0]] = start
-        elif token == "\\sqrt" and tokens[following[-1][0]] == "[":
-            while len(following) > 1 and tokens[following.pop()[0]] != "]":
-                pass
-        first, last = following[-1]
-        has_one = token in ("\\sqrt", "\\mathbb") or (token == "_" and tokens[start - 1] == "\\log")
-        has_one |= token in ("_", "^") and first < last and tokens[first].startswith("\\")
-        number = 2 if _TWO_ARGUMENTS.fullmatch(token) else int(has_one)
-        for _ in range(min(number, len(following) - 1)):
-            first, end = following.pop()
-            blanks[first] = ""
-            if not tokens[first].startswith("{"):
-                tokens[first] = "{" + tokens[first]
-                tokens[end] += "}"
-        if token.endswith("frac"):
-            tokens[start] = "\\frac"
-        if token:
-            groups[-1].append((start, end))
-    return "".join(map("".join, zip(blanks, tokens, strict=True)))[1:-1]
-
-
 def _without_markup(text: str) -> str:
     """Removes Markdown, delimiters of formulas, prose before the answer, and the full stop."""
     before = None
     while text != before:
         before = text
-        for pattern in (_MARKS, _DELIMITERS, _WHOLE_TEXT):
-            whole = pattern.fullmatch(text)
-            if whole is not None:
+        for pattern in (_MARKDOWN, _DELIMITERS, _BRACED):
+            if (whole := pattern.fullmatch(text)) is not None:
                 text = next(part for part in reversed(whole.groups()) if part is not None).strip()
         text = _BOLD.sub(r"\2", re.sub(r"(?<!\.)\.$", "", text)).strip()
-        lead_in = _LEAD_IN.match(text)
-        if lead_in is not None:
-            rest = text[lead_in.end() :]
-            opened = "{" in lead_in[0] and not lead_in["closed"]
-            text = rest.removesuffix("}") if opened else rest
+        if (lead_in := _ABOUT.match(text) or _LEAD_IN.match(text)) is not None:
+            text = text[lead_in.end() :]
+            found = lead_in.groupdict()
+            if found.get("opened") and not found["closed"]:
+                text = text.removesuffix("}")
     return _TEXT_WITHOUT_WORDS.sub(r"\1", text)
+
+
+def without_thousands_separators(text: str) -> str:
+    return _DIGITS.sub(_ungrouped, text)
+
+
+def _ungrouped(digits: re.Match[str]) -> str:
+    grouped = _GROUPED.fullmatch(digits[0])
+    if grouped is None or (grouped[1] == "," and _may_be_elements(digits)):
+        return digits[0]
+    return digits[0].replace(grouped[1], "")
+
+
+def _may_be_elements(digits: re.Match[str]) -> bool:
+    """Whether these are in brackets in which nothing but a bare comma separates elements."""
+    text, opened = digits.string, list[re.Match[str]]()
+    for bracket in _BRACKET.finditer(text, 0, digits.start()):
+        if not bracket["closing"]:
+            opened.append(bracket)
+        elif opened:
+            opened.pop()
+    starts = [bracket.end() for bracket in opened if not bracket["argument"]]
+    if not starts:
+        return False
+    after = _UP_TO_CLOSING.match(text, digits.end())
+    return not re.search(r";|,\s", text[starts[-1] : after.end() if after else None])
 
 
 def _fraction(number: re.Match[str]) -> str:
@@ -202,66 +187,102 @@ def _fraction(number: re.Match[str]) -> str:
 def _unicode_as_latex(text: str) -> str:
     if text.isascii():
         return text
-    for mark, characters in (("^", _RAISED), ("_", _LOWERED)):
-        text = re.sub(
-            f"[{characters}]+", lambda m, mark=mark: f"{mark}{{{m[0].translate(_LEVEL)}}}", text
-        )
-    text = "".join(map(_character_as_latex, text.translate(_CHARACTERS)))
-    return _UNICODE_ROOT.sub(
-        lambda m: f"\\sqrt{_ROOTS[m[1]]}{{{next(part for part in m.groups()[1:] if part)}}}", text
+    parts = []
+    for form, characters in itertools.groupby(text, _form):
+        if form in ("<super>", "<sub>"):
+            level = unicodedata.normalize("NFKC", "".join(characters)).replace("−", "-")
+            parts.append(f"{'^' if form == '<super>' else '_'}{{{level}}}")
+        else:
+            parts += map(_character_as_latex, characters)
+    return _ROOT.sub(
+        lambda m: f"\\sqrt{_ROOTS[m[1]]}{{{next(part for part in m.groups()[1:] if part)}}}",
+        "".join(parts),
     )
+
+
+def _form(character: str) -> str:
+    """How Unicode derives a character from others, such as ``<super>`` for ``²``."""
+    if character in _SYMBOLS:
+        return ""
+    return unicodedata.decomposition(character).partition(" ")[0]
 
 
 def _character_as_latex(character: str) -> str:
     if character.isascii() or character in _ROOTS:
         return character
-    plain = unicodedata.normalize("NFKC", character)
+    if character in _SYMBOLS:
+        return _SYMBOLS[character]
+    category, plain = unicodedata.category(character), unicodedata.normalize("NFKC", character)
+    if category in ("Pd", "Cf"):  # dashes, and marks that print nothing
+        return "-" if category == "Pd" else ""
     if "\u2044" in plain:  # a vulgar fraction
         above, below = plain.split("\u2044")
         return f"\\frac{{{above}}}{{{below}}}" if below else f"\\frac{{{above}}}"
-    name = unicodedata.name(plain, "") if len(plain) == 1 else ""
-    if name.startswith(("GREEK SMALL LETTER ", "GREEK CAPITAL LETTER ")):
-        letter = name.rpartition(" ")[2].lower()
-        letter = "lambda" if letter == "lamda" else letter
-        return f"\\{letter.capitalize() if 'CAPITAL' in name else letter} "
-    return plain.translate(_CHARACTERS)
+    greek = re.match(r"GREEK (SMALL|CAPITAL) LETTER (\w+)$", unicodedata.name(plain[:1], ""))
+    if greek is not None:
+        letter = greek[2].lower().replace("lamda", "lambda")
+        return f"\\{letter if greek[1] == 'SMALL' else letter.capitalize()} "
+    return "".join(_SYMBOLS.get(one, one) for one in plain)
 
 
-def without_thousands_separators(text: str) -> str:
-    return _RUN.sub(_ungrouped, text)
+def with_braces(text: str) -> str:
+    r"""Puts braces around arguments: ``\frac1\sqrt2`` is ``\frac{1}{\sqrt{2}}``.
+
+    These are the arguments of fractions, binomials and roots, the bases of logarithms, and indices and
+    exponents that are commands with arguments. ``1 \over 2`` becomes a fraction too.
+    """
+    try:
+        return _Reader(text).read_up_to("")
+    except RecursionError:  # nested deeper than any answer that can be compared
+        return text
 
 
-def _ungrouped(run: re.Match[str]) -> str:
-    grouped = _GROUPED.fullmatch(run[0])
-    if grouped is None:
-        return run[0]
-    if grouped[1] == ",":
-        enclosing = _enclosing(run.string, run.start())
-        if enclosing is not None and not _ELEMENTS.search(enclosing):
-            return run[0]
-    return run[0].replace(grouped[1], "")
+class _Reader:
+    """Reads LaTeX token by token; ``_tokens`` begins with its end."""
 
+    def __init__(self, text: str) -> None:
+        self._tokens = _TOKEN.findall(text)[::-1]
 
-def _enclosing(text: str, position: int) -> str | None:
-    """The content of the innermost brackets around ``position``, but for arguments of LaTeX."""
-    depth = 0
-    for start in range(position - 1, -1, -1):
-        if text[start] in _CLOSING:
-            depth += 1
-        elif text[start] in _OPENING and depth > 0:
-            depth -= 1
-        elif text[start] in _OPENING and not (
-            text[start] == "{" and _BEFORE_ARGUMENT.match(text[start - 1 : start])
-        ):
-            return text[start + 1 : _end(text, start)]
-    return None
+    def read_up_to(self, closing: str) -> str:
+        """Reads up to a closing bracket, or to the end, with braces around arguments."""
+        parts: list[str] = []
+        before = ""
+        while self._tokens:
+            token = self._tokens.pop()
+            if token == closing:
+                break
+            if token in _BETWEEN:
+                below = self.read_up_to(closing)
+                return f"{_BETWEEN[token]}{{{''.join(parts)}}}{{{below}{'}'}"
+            parts.append(self._read_item(token, before))
+            before = before if _BLANK.fullmatch(token) else token
+        return "".join(parts)
 
+    def _read_item(self, token: str, before: str) -> str:
+        """Reads a token with its arguments; ``before`` is the token before it."""
+        if token == "{":
+            return f"{{{self.read_up_to('}')}}}"
+        number = _NUM_ARGUMENTS.get(token, 0)
+        if token in ("_", "^"):
+            number = int(before == "\\log" or self._next().startswith("\\"))
+        if token == "\\sqrt" and self._next() == "[":
+            self._take()
+            token += f"[{self.read_up_to(']')}]"
+        if token in _FRACTIONS:
+            token = "\\frac"
+        return token + "".join(self._read_argument() for _ in range(number))
 
-def _end(text: str, start: int) -> int:
-    """The position of the bracket that closes the one at ``start``, else the text's end."""
-    depth = 0
-    for position in range(start, len(text)):
-        depth += (text[position] in _OPENING) - (text[position] in _CLOSING)
-        if depth == 0:
-            return position
-    return len(text)
+    def _read_argument(self) -> str:
+        if self._next() in ("", "}"):
+            return ""
+        argument = self._read_item(self._take(), "")
+        return argument if argument.startswith("{") else f"{{{argument}}}"
+
+    def _next(self) -> str:
+        """The next token that is not blank, if any."""
+        while self._tokens and _BLANK.fullmatch(self._tokens[-1]):
+            self._tokens.pop()
+        return self._tokens[-1] if self._tokens else ""
+
+    def _take(self) -> str:
+        return self._tokens.pop()

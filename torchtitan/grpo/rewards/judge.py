@@ -19,9 +19,9 @@ from urllib.request import getproxies, proxy_bypass
 from torchtitan.grpo.config.judge import Judge as Settings
 from torchtitan.grpo.config.judge import template_text
 from torchtitan.grpo.inference.http import HttpConnection, RouteError, excerpt
+from torchtitan.grpo.rewards import ScoreLater
 from torchtitan.grpo.rewards.builtin import Completion, completion_text
 from torchtitan.grpo.rewards.reward_calls import LARGEST_REWARD
-from torchtitan.grpo.rewards.score_later import ScoreLater
 from torchtitan.grpo.rewards.verdicts import found_score, written_score
 
 # A request on a connection that the server has closed meanwhile is lost, and made again.

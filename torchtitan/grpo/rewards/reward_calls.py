@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from torchtitan.grpo.rewards import ScoreLater
 from torchtitan.grpo.rewards.reward_loading import (
     RewardFunction,
     call_function,
@@ -25,7 +26,6 @@ from torchtitan.grpo.rewards.reward_loading import (
     missing_arguments,
 )
 from torchtitan.grpo.rewards.reward_log import RewardLog, TrainerState
-from torchtitan.grpo.rewards.score_later import ScoreLater
 from torchtitan.grpo.system.functions import code_holder, describe_error, user_line
 from torchtitan.grpo.workers.channel import Refused, refused
 
@@ -39,10 +39,10 @@ Values = list[float | None]
 class Score(msgspec.Struct, tag=True):
     """Asks a worker to score the completions of one prompt with the functions at these positions.
 
-    ``group`` distinguishes it from the other requests of its pool.
+    ``number`` distinguishes it from the other requests of its pool.
     """
 
-    group: int
+    number: int
     which: list[int]
     prompts: list[Any]
     completions: list[Any]

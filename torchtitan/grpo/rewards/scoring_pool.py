@@ -165,7 +165,7 @@ class RewardPool:
             texts = [[{"role": "assistant", "content": text}] for text in completions]
         count = len(completions)
         return Score(
-            group=next(self._counter),
+            number=next(self._counter),
             which=list(which if which is not None else range(len(self.functions))),
             prompts=[prompt.text] * count,
             completions=texts,

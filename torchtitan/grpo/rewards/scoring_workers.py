@@ -20,8 +20,9 @@ import logging
 from collections.abc import Callable
 
 from torchtitan.grpo.rewards.reward_calls import Score
-from torchtitan.grpo.rewards.scoring_worker import Cancel, Cancelled, Loaded, Reply
+from torchtitan.grpo.rewards.scoring_worker import Loaded, Reply
 from torchtitan.grpo.workers.channel import Refused
+from torchtitan.grpo.workers.host import Cancel, Cancelled
 from torchtitan.grpo.workers.owner import OUTPUT_HINT, WorkerOwner
 from torchtitan.grpo.workers.process import WorkerLost, WorkerProcess
 
@@ -129,11 +130,11 @@ class ScoringWorkers:
             async with asyncio.timeout(self.timeout_seconds):
                 return await process.call(request)
         except TimeoutError:
-            await self._cancel(worker, process, request.group)
+            await self._cancel(worker, process, request.number)
             raise
         except asyncio.CancelledError:  # it would stay busy with what nobody waits for
             with contextlib.suppress(WorkerLost):
-                await self._cancel(worker, process, request.group)
+                await self._cancel(worker, process, request.number)
             raise
 
     async def _cancel(self, worker: "_Worker", process: _Process, group: int) -> None:

@@ -49,7 +49,7 @@ sterling: 1 £ GBP
 yen: 1 ¥ yen JPY
 rupee: 1 ₹ rupee Rs INR
 """
-_COMPOSED = {"area": ("length", 2), "volume": ("length", 3)}
+_COMPOSED = {"area": {"length": 2}, "volume": {"length": 3}, "speed": {"length": 1, "time": -1}}
 # Symbols and, last, the name of each power of ten.
 _PREFIXES = {
     "k kilo": 3, "c centi": -2, "m milli": -3, "d deci": -1, "h hecto": 2, "M mega": 6, "G giga": 9, "T tera": 12,
@@ -58,23 +58,24 @@ _PREFIXES = {
 _POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3, "squared": 2, "cubed": 3}
 _MULTIPLIERS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 # They say nothing about what is counted, or stand for any unit.
-_FILLERS = re.compile(
-    "a|an|the|of|left|more|remaining|altogether|each|away|old|long|tall|wide|high|unit|only"
-)
-# Words behind a number that are no units.
-_OPERATORS = re.compile(
-    "and|or|to|mod|time|plus|minu|if|for|when|where|with|x|pi|sqrt|sin|co|cos|tan|log|ln|exp|choose"
+_FILLERS = "a an the of left more remaining altogether each away old long tall wide high unit only"
+# Words behind a number that are no units, without a plural's s.
+_OPERATORS = (
+    "and or to mod time plus minu if for when where with x pi sqrt sin co cos tan log ln exp choose"
 )
 
+_DECIMAL = r"(?:\d+(?:\.\d*)?|\.\d+)"
 _NUMBER = (
-    r"[-+]?\s*(?:\d+\s*(?:\\frac\s*\{\d+\}\s*\{\d+\}|\\frac\s*\d\s*\d)|\\frac\s*\{[^{}]*\}\s*\{[^{}]*\}|"
-    r"\d*\s*\\sqrt\s*\{[^{}]*\}|(?:\d+(?:\.\d*)?|\.\d+)(?:\s*/\s*\d+)?(?:\s*(?:\\cdot|\\times)\s*10\s*\^\s*(?:\{-?\d+\}|\d))?)(?:\s*\\pi)?"
+    r"[-+]?\s*(?:\d*\s*\\frac\s*\{[^{}]*\}\s*\{[^{}]*\}|\d*\s*\\sqrt\s*\{[^{}]*\}|"
+    rf"{_DECIMAL}(?:\s*/\s*\d+)?(?:\s*(?:\\cdot|\\times)\s*10\s*\^\s*(?:\{{-?\d+\}}|\d))?)(?:\s*\\pi)?"
 )
 _POWER = r"(?:\s*\^\s*(?:\{\s*-?\d\s*\}|-?\d)|(?<=[A-Za-z])\d(?!\d))"
-_WORD = r"[A-Za-zµμΩ\u00b0]+"
+_WORD = r"[A-Za-zµμΩ°$£€¥₹¢%]+"
 _TEXT = rf"{TEXT_COMMAND}\s*\{{[^{{}}]*\}}"
+
+# Signs and what stands in their place: a currency before its number goes behind it.
 _CURRENCY = re.compile(
-    r"([-+]?)\s*(?:\\?([$£€¥₹¢])|(USD|EUR|GBP|JPY|Rs\.?)\s)\s*([-+]?)(?=[\d.\\])"
+    r"^([-+]?)\s*(?:\\?([$£€¥₹¢])|(USD|EUR|GBP|JPY|Rs)\.?\s)\s*([-+]?)(?=[\d.\\])(.*)", re.DOTALL
 )
 _CURRENCY_SIGN = re.compile(r"\\?[$£€¥₹¢]")
 _SIGN = re.compile(r"(?<=[^\s\\])\s*\\?([%¢€])$")
@@ -83,17 +84,20 @@ _DEGREES = re.compile(
     rf"(?:(?:{TEXT_COMMAND}\s*\{{\s*)?([CF])(?:elsius|ahrenheit)?\s*\}}?)?$",
     re.DOTALL,
 )
-_TAIL = re.compile(
+_TEMPERATURE = re.compile(r"\bdeg(?:ree)?s?\.?\s*([CF])(?:elsius|ahrenheit)?\b", re.IGNORECASE)
+_POWER_BEHIND = re.compile(r"(\S+)\s+(squared|cubed)", re.IGNORECASE)
+_IN_ALL = re.compile(r"\bin\s+(?:total|all)\b", re.IGNORECASE)
+
+# A number with its unit; a formula with a unit that is set as text; and several numbers with units.
+_PLAIN = re.compile(rf"(?P<value>{_NUMBER})(?P<unit>\s*{_WORD}(?:[\s./*·-]|{_POWER}|{_WORD})*)")
+_SET = re.compile(
     rf"(?P<value>.*?[\w)}}\]!])\s*(?P<unit>(?:{_TEXT}|\\frac\s*\{{{_TEXT}\}}\s*\{{{_TEXT}{_POWER}?\}})"
     rf"(?:\s|/|\\cdot|{_TEXT}|{_POWER}|\{{{_POWER}\}})*)",
     re.DOTALL,
 )
-_PLAIN = re.compile(rf"({_NUMBER})(\s*)({_WORD}(?:[\s./*·-]|{_POWER}|{_WORD})*)")
-_PARTS = re.compile(rf"({_NUMBER})\s*({_WORD}(?:\s+[A-Za-z]+)*?)(?:\s*,?\s*(?:and\s+)?)(?=\d|$)")
-_TOKEN = re.compile(rf"({_WORD}|[$£€¥₹¢%]){_POWER}?|(/)|([*·])")
-_TEMPERATURE = re.compile(r"\bdeg(?:ree)?s?\.?\s*([CF])(?:elsius|ahrenheit)?\b", re.IGNORECASE)
-_BEHIND = re.compile(r"(\S+)\s+(squared|cubed)", re.IGNORECASE)
-_PHRASES = re.compile(r"\bin\s+(?:total|all)\b", re.IGNORECASE)
+_PART = re.compile(rf"({_NUMBER})\s*({_WORD}(?:\s+[A-Za-z]+)*?)(?:\s*,?\s*(?:and\s+)?)(?=\d|$)")
+_UNIT_FRACTION = re.compile(r"\\frac\s*\{(.*?)\}\s*\{(.*)\}$")
+_TOKEN = re.compile(rf"({_WORD}){_POWER}?|(/)|([*·])")
 
 
 @dataclass(frozen=True)
@@ -103,7 +107,7 @@ class Unit:
     ``factor`` is its size in the first unit of ``dimensions``: what is measured, with exponents.
     """
 
-    factor: Fraction
+    factor: Fraction = Fraction(1)
     dimensions: frozenset[tuple[str, int]] = frozenset()
     words: frozenset[str] = frozenset()
 
@@ -116,7 +120,7 @@ class Unit:
 @dataclass(frozen=True)
 class Quantity:
     value: str
-    unit: Unit | None
+    unit: Unit | None = None
 
 
 def read_quantity(answer: str) -> Quantity:
@@ -124,62 +128,51 @@ def read_quantity(answer: str) -> Quantity:
 
     Example: ``5\text{ cm}^2`` has the value ``5`` and the unit ``cm^2``; ``2x`` has no unit.
     """
-    currency = _CURRENCY.match(answer)
-    if currency is not None:
-        rest = read_quantity((currency[1] or currency[4]) + answer[currency.end() :])
-        return Quantity(rest.value, _unit(currency[2] or currency[3].rstrip(".")))
-    answer = _DEGREES.sub(r"\1\\text{°\2}", _SIGN.sub(r"\\text{\1}", answer))
-    for read in (_read_plain, _read_parts, _read_tail):
-        found = read(answer)
-        if found is not None:
-            return found
-    return Quantity(_CURRENCY_SIGN.sub("", answer), None)
-
-
-def _read_plain(answer: str) -> Quantity | None:
-    found = _PLAIN.fullmatch(_flat(answer))
-    if found is None:
-        return None
-    number, space, words = found[1].strip(), found[2], found[3].split()
-    if words[0].lower() in _MULTIPLIERS:
-        number = f"{number}\\cdot 10^{{{_MULTIPLIERS[words.pop(0).lower()]}}}"
-        if not words:
-            return Quantity(number, None)
+    text = _CURRENCY.sub(r"\1\4\5\\text{ \2\3}", answer)
+    text = _DEGREES.sub(r"\1\\text{°\2}", _SIGN.sub(r"\\text{\1}", text))
+    flat = _flat(text)
+    plain, set_as_text = _PLAIN.fullmatch(flat), _SET.fullmatch(text)
     # A letter that touches a number is a variable, unless it is set as text.
-    if not space and len(words[0]) == 1 and "\\" not in answer:
-        return None
-    unit = _unit(" ".join(words))
-    is_product = not space or all(len(word) == 1 for word in words) or _has_operator(unit)
-    return None if unit is not None and unit.words and is_product else Quantity(number, unit)
+    if plain is not None and ("\\" in text or not re.match(r"\w(?!\w)", plain["unit"])):
+        quantity = _split(plain)
+        words = quantity.unit.words if quantity.unit is not None else frozenset()
+        is_product = plain["unit"][0] != " " or all(len(word) == 1 for word in words)
+        if not words or not (is_product or _has_operator(words)):
+            return quantity
+    if (total := _sum(flat)) is not None:
+        return total
+    if set_as_text is not None:
+        quantity = _split(set_as_text)
+        if quantity.unit is None or not _has_operator(quantity.unit.words):
+            return quantity
+    return Quantity(_CURRENCY_SIGN.sub("", answer))
 
 
-def _has_operator(unit: Unit | None) -> bool:
-    return unit is not None and any(map(_OPERATORS.fullmatch, unit.words))
+def _has_operator(words: frozenset[str]) -> bool:
+    return not words.isdisjoint(_OPERATORS.split())
 
 
-def _read_parts(answer: str) -> Quantity | None:
+def _split(found: re.Match[str]) -> Quantity:
+    value = found["value"].strip()
+    words = _UNIT_FRACTION.sub(r"\1/\2", _flat(found["unit"])).split()
+    if words and words[0].lower() in _MULTIPLIERS:
+        value = f"{value}\\cdot 10^{{{_MULTIPLIERS[words.pop(0).lower()]}}}"
+    return Quantity(value, _unit(" ".join(words)))
+
+
+def _sum(text: str) -> Quantity | None:
     """Reads a sum of quantities of one kind, such as ``2 hours 30 minutes``, in its first unit."""
-    flat = _flat(answer)
-    parts = list(_PARTS.finditer(flat))
-    if len(parts) < 2 or "".join(part[0] for part in parts) != flat:
+    parts = list(_PART.finditer(text))
+    if len(parts) < 2 or "".join(part[0] for part in parts) != text:
         return None
-    units = [unit for part in parts if (unit := _unit(part[2])) is not None and unit.dimensions]
-    if len(units) < len(parts) or len({unit.dimensions for unit in units}) > 1:
-        return None
+    units = [_unit(part[2]) or Unit() for part in parts]
     first = units[0]
-    terms = [
-        scaled(part[1], unit.factor / first.factor) for part, unit in zip(parts, units, strict=True)
-    ]
-    return Quantity("+".join(terms), first)
-
-
-def _read_tail(answer: str) -> Quantity | None:
-    found = _TAIL.fullmatch(answer)
-    if found is None:
+    if not first.dimensions or any(unit.dimensions != first.dimensions for unit in units):
         return None
-    flat = re.sub(r"\\frac\s*\{(.*?)\}\s*\{(.*)\}$", r"\1/\2", _flat(found["unit"]))
-    unit = _unit(flat)
-    return None if _has_operator(unit) else Quantity(found["value"].strip(), unit)
+    terms = zip(parts, units, strict=True)
+    return Quantity(
+        "+".join(scaled(part[1], unit.factor / first.factor) for part, unit in terms), first
+    )
 
 
 def _flat(answer: str) -> str:
@@ -188,34 +181,26 @@ def _flat(answer: str) -> str:
 
 def _unit(text: str) -> Unit | None:
     """Reads the name of a unit; ``None`` if it says nothing, as ``units`` does."""
-    text = _PHRASES.sub("", _TEMPERATURE.sub(lambda m: "°" + m[1].upper(), text))
-    text = _BEHIND.sub(r"\2 \1", text)
+    text = _IN_ALL.sub("", _TEMPERATURE.sub(lambda found: "°" + found[1].upper(), text))
     tokens = [
         (found[1] or found[2] or "*", int(re.sub(r"[^-\d]", "", found[0]) or 1))
-        for found in _TOKEN.finditer(text)
-        if not _FILLERS.fullmatch(_stem(found[0]))
+        for found in _TOKEN.finditer(_POWER_BEHIND.sub(r"\2 \1", text))
+        if _stem(found[0]) not in _FILLERS.split()
     ]
-    if not tokens:
-        return None
     factor, dimensions = Fraction(1), Counter[str]()
-    sign, pending = 1, 1
+    sign, next_power = 1, 1
     for word, power in tokens:
         if word in ("/", "per", "*"):
-            sign = sign if word == "*" else -1
+            sign = 1 if word == "*" else -1
         elif word.lower() in _POWERS:
-            pending = _POWERS[word.lower()]
+            next_power = _POWERS[word.lower()]
+        elif (known := _lookup(word)) is None:
+            return Unit(words=frozenset(_stem(word) for word, _ in tokens if word not in "/*"))
         else:
-            known = _lookup(word)
-            if known is None:
-                words = frozenset(_stem(word) for word, _ in tokens if word not in "/*")
-                return Unit(Fraction(1), words=words)
-            exponent = sign * power * pending
-            kind, times = _COMPOSED.get(known[0], (known[0], 1))
+            exponent, next_power = sign * power * next_power, 1
             factor *= known[1] ** exponent
-            dimensions[kind] += times * exponent
-            pending = 1
-    if dimensions.keys() == {"speed"}:
-        dimensions = Counter({"length": 1, "time": -1})
+            for kind, times in _COMPOSED.get(known[0], {known[0]: 1}).items():
+                dimensions[kind] += times * exponent
     if not any(dimensions.values()):
         return None
     return Unit(factor, frozenset((k, n) for k, n in dimensions.items() if n))
@@ -229,11 +214,13 @@ def _stem(word: str) -> str:
 
 
 def _lookup(word: str) -> tuple[str, Fraction] | None:
-    for name in (word, word.lower()):
-        for form in (name, name.removesuffix("s"), name.removesuffix("es")):
-            if form in _UNITS:
-                return _UNITS[form]
-    return None
+    """What a unit measures, and its size."""
+    forms = (
+        form
+        for name in (word, word.lower())
+        for form in (name, name.removesuffix("s"), name.removesuffix("es"))
+    )
+    return next((_UNITS[form] for form in forms if form in _UNITS), None)
 
 
 def _read_table() -> dict[str, tuple[str, Fraction]]:

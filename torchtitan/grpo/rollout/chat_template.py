@@ -7,6 +7,7 @@ A template may loop, or double a string. It is therefore rendered in another pro
 of time, memory and text, which also spares this one the import of transformers.
 """
 
+import asyncio
 import atexit
 import contextlib
 import functools
@@ -14,18 +15,19 @@ import itertools
 import json
 import re
 import signal
-import subprocess
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from datetime import datetime
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import msgspec
+
+from torchtitan.grpo.config import Workers
 from torchtitan.grpo.system import strict_json
-from torchtitan.grpo.system.light_start import LIGHT_PYTHON
-from torchtitan.grpo.workers.process import worker_environment
+from torchtitan.grpo.workers.process import WorkerLost, WorkerProcess
+
+_Result = TypeVar("_Result")
 
 _numbers = itertools.count()
 _PROBE_WORDS = 400
@@ -319,29 +321,30 @@ def _probed_text(holder: Any, key: str, words: Iterator[str]) -> Any:
 
 
 class _TemplateProcess:
-    """Renders in a child process, which is started when it is first needed. Thread-safe.
+    """Renders in a worker process, which is started when it is first needed. Thread-safe.
 
-    The child also ends when this process ends and its socket closes.
+    The worker also ends when this process ends and its pipe closes.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._child: subprocess.Popen | None = None
-        self._connection: Connection | None = None
+        self._worker: WorkerProcess[dict[str, Any]] | None = None
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="templates", daemon=True).start()
 
     def ask(self, request: dict[str, Any]) -> str | None:
         """Returns the text; raises ValueError if the template raises, reaches a limit, or has no tokenizer.
 
-        Raises ``TimeoutError`` without an answer, and ``RuntimeError`` if the child ends, twice.
+        Raises ``TimeoutError`` without an answer, and ``RuntimeError`` if the worker ends, twice.
         """
+        said = len(str([request["messages"], request["tools"]]))
         limits = {
             "cpu_seconds": _CPU_SECONDS,
             "memory_bytes": _MEMORY_BYTES,
-            "most_characters": _MOST_CHARACTERS
-            + _TIMES_LONGER * len(str([request["messages"], request["tools"]])),
+            "most_characters": _MOST_CHARACTERS + _TIMES_LONGER * said,
         }
         with self._lock:
-            # Somebody else may have ended the child, for example for want of memory.
+            # Somebody else may have ended the worker, for example for want of memory.
             found = self._exchange(request | limits) or self._exchange(request | limits)
         if found is None:
             raise RuntimeError(
@@ -357,53 +360,31 @@ class _TemplateProcess:
         return found["text"]
 
     def close(self) -> None:
-        with self._lock:
-            self._end()
+        if self._worker is not None:
+            self._wait(self._worker.kill(), _EXIT_SECONDS)
 
     def _exchange(self, request: dict[str, Any]) -> dict[str, Any] | None:
-        """Returns ``None`` if the child has ended without an answer."""
-        if self._connection is None:
-            self._connection = self._start()
+        """Returns ``None`` if the worker has ended without an answer."""
         try:
-            self._connection.send(request)
-            if not self._connection.poll(_WAIT_SECONDS):
-                self._end()
-                raise TimeoutError(
-                    f"The process that renders the chat template of {request['path']} did not answer "
-                    f"within {_WAIT_SECONDS:g} s. The machine may be overloaded."
-                )
-            return json.loads(self._connection.recv_bytes())
-        except (EOFError, ConnectionError):
-            status = self._end()
-        if status == -signal.SIGPROF:
-            return {"limit": f"{request['cpu_seconds']:g} s of processor time"}
-        return None
+            return self._wait(self._answer(request), 2 * _WAIT_SECONDS)
+        except TimeoutError as error:
+            raise TimeoutError(
+                f"The process that renders the chat template of {request['path']} did not answer "
+                f"within {_WAIT_SECONDS:g} s. The machine may be overloaded."
+            ) from error
+        except WorkerLost as lost:
+            is_slow = lost.exit_code == -signal.SIGPROF
+            return {"limit": f"{request['cpu_seconds']:g} s of processor time"} if is_slow else None
 
-    def _start(self) -> Connection:
-        own, childs = Pipe()
-        with childs:
-            self._child = subprocess.Popen(
-                [*LIGHT_PYTHON, _MODULE, str(childs.fileno())],
-                env=worker_environment() | {"TRANSFORMERS_VERBOSITY": "error"},
-                stdin=subprocess.DEVNULL,
-                pass_fds=[childs.fileno()],
-                start_new_session=True,
-            )
-        return own
+    async def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        if self._worker is None or self._worker.is_lost:
+            decode = msgspec.msgpack.Decoder(dict[str, Any]).decode
+            self._worker = WorkerProcess(_MODULE, decode, lambda reason: None, Workers())
+            await self._worker.start()
+        return await self._worker.call_or_kill(request, _WAIT_SECONDS)
 
-    def _end(self) -> int | None:
-        """Ends the child, and returns its exit status."""
-        child, self._child = self._child, None
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
-        if child is None:
-            return None
-        # It has closed its socket, or reads that it is closed; a template that runs does neither.
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return child.wait(timeout=1.0)
-        child.kill()
-        return child.wait(timeout=_EXIT_SECONDS)
+    def _wait(self, doing: Coroutine[Any, Any, _Result], seconds: float) -> _Result:
+        return asyncio.run_coroutine_threadsafe(doing, self._loop).result(seconds)
 
 
 @functools.cache

@@ -17,8 +17,7 @@ from torchtitan.grpo.config.environments import (
     reward_functions,
 )
 from torchtitan.grpo.config.evaluation import evaluation_sets, set_key
-from torchtitan.grpo.rewards.gold_answers import MAX_ROWS, unearnable_warning
-from torchtitan.grpo.rewards.gold_values import gold_judge
+from torchtitan.grpo.rewards.gold_values import MAX_ROWS, gold_judge, unearnable_warning
 from torchtitan.grpo.rewards.scoring_pool import RewardError, RewardPool
 from torchtitan.grpo.rollout.agents.writer import Agents
 from torchtitan.grpo.rollout.drops import DropLog

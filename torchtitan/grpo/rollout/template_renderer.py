@@ -3,20 +3,22 @@
 
 """The process that renders chat templates for its owner, `chat_template.py`.
 
-It receives requests as dicts over the socket whose number is its argument, and answers in JSON.
-It has transformers without torch, which saves seconds.
+It receives requests and answers as dicts. It has transformers without torch, which saves seconds.
 """
 
 import contextlib
-import json
+import os
 import resource
 import signal
 import sys
 from collections.abc import Iterator
 from datetime import datetime
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
+
+import msgspec
+
+from torchtitan.grpo.workers.channel import WorkerChannel
 
 _tokenizers: dict[int, Any] = {}
 
@@ -81,16 +83,14 @@ def answer(request: dict[str, Any]) -> dict[str, str | None]:
     return {"text": text} if len(text) <= most else {"limit": f"{most} characters of text"}
 
 
-def main() -> NoReturn:
-    """Entry point: ``light_start.py torchtitan.grpo.rollout.template_renderer DESCRIPTOR``."""
+def main() -> None:
+    """Answers until the owner closes the pipe."""
     sys.modules["torch"] = None  # pyright: ignore[reportArgumentType]
-    connection = Connection(int(sys.argv[1]))
-    while True:
-        try:
-            request = connection.recv()
-        except EOFError:  # the owner has ended
-            sys.exit(0)
-        connection.send_bytes(json.dumps(answer(request), allow_nan=False).encode())
+    os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+    channel = WorkerChannel(msgspec.msgpack.Decoder(dict[str, Any]).decode)
+    while (received := channel.read()) is not None:
+        call, request = received
+        channel.reply(call, answer(request))
 
 
 if __name__ == "__main__":

@@ -57,7 +57,9 @@ def limits_of(workers: Workers) -> dict[int, tuple[int, int]]:
 
 
 class WorkerLost(Exception):
-    """The worker process has ended before it replied."""
+    """The worker process has ended before it replied, with an ``exit_code`` if that was by itself."""
+
+    exit_code: int | None = None
 
 
 class WorkerKilled(WorkerLost):
@@ -169,7 +171,9 @@ class WorkerProcess(Generic[Reply]):
                     await process.wait()
             code = process.returncode
             how = "closed its pipe" if code is None else f"ended with exit code {code}"
-            await self._end(WorkerLost(f"The worker process {how}."))
+            lost = WorkerLost(f"The worker process {how}.")
+            lost.exit_code = code
+            await self._end(lost)
         except msgspec.DecodeError as error:
             await self._end(ChannelBroken(f"A reply of the worker process is not valid: {error}."))
 
@@ -200,4 +204,6 @@ class WorkerProcess(Generic[Reply]):
         """Makes a new exception for each caller, since a shared one would collect tracebacks."""
         if self._reason is None:
             return WorkerLost("The worker process was not started.")
-        return type(self._reason)(str(self._reason))
+        lost = type(self._reason)(str(self._reason))
+        lost.exit_code = self._reason.exit_code
+        return lost

@@ -13,8 +13,12 @@ import pyarrow
 import pytest
 
 from torchtitan.grpo.rewards.builtin import boxed_math, exact_match, last_number, partial_match
-from torchtitan.grpo.rewards.gold_answers import unearnable_warning
-from torchtitan.grpo.rewards.gold_values import answer_problem, gold_judge, right_answers
+from torchtitan.grpo.rewards.gold_values import (
+    answer_problem,
+    gold_judge,
+    right_answers,
+    unearnable_warning,
+)
 from torchtitan.grpo.rewards.gsm8k import hash_answer_exact
 from torchtitan.grpo.types import Prompt
 

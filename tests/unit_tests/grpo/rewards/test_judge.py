@@ -133,8 +133,8 @@ async def test_no_more_requests_than_allowed_are_sent_and_equal_ones_once():
 
 
 ANSWERS = {
-    "8": 8.0, "Score: 8": 8.0, "**8/10**": 8.0, "First 3, then 7.5 out of 10.": 7.5, "-1": -1.0,
-    "[[7]]": 7.0, "1-10: 7": 7.0, "0.25": 0.25, "step 1.": 1.0, "I use gpt4.": None, "": None,
+    "8": 8.0, "Score: 8": 8.0, "**8/10**": 8.0, "First 3, then:\n7.5 out of 10.": 7.5, "First 3, then 7.5 out of 10.": None, "-1": -1.0,
+    "[[7]]": 7.0, "1-10: 7": None, "0.25": 0.25, "step 1.": None, "I use gpt4.": None, "": None,
     "<think>Perhaps 3.</think>8": 8.0, "<think>Perhaps 3.": None, "<think>Perhaps 3.</think>": None,
 }  # fmt: skip
 
@@ -191,7 +191,7 @@ async def test_the_score_is_the_last_number_or_what_an_expression_finds():
     async with judging(answer) as server:
         scores, unreadable = await ask(server.settings, *ANSWERS)
         assert scores == list(ANSWERS.values())
-        assert unreadable == 4 / len(ANSWERS)
+        assert unreadable == 7 / len(ANSWERS)
         one_to_five = replace(server.settings, score=r"verdict=([1-5])\b")
         scores, _ = await ask(one_to_five, "verdict=2 verdict=4 of 9", "verdict=7")
         assert scores == [4.0, None]
@@ -217,7 +217,7 @@ def said(content: bytes) -> bytes:
 NO_ANSWER = "must answer as reward.judge.kind = "
 # What a judge of each kind sends, and the scores or the error that it comes to.
 HOSTILE: dict[str, tuple[str, list[bytes], list[float | None] | tuple[type[Exception], str]]] = {
-    "4 MB of numbers": ("chat", whole(said(b'"%s8"' % (b"1 " * 2_000_000))), [8.0]),
+    "4 MB of numbers": ("chat", whole(said(b'"%sScore: 8"' % (b"1 " * 2_000_000))), [8.0]),
     "4 MB of spaces": ("chat", whole(said(b'"8%s9"' % (b" " * 4_000_000))), [9.0]),
     "another type": ("chat", [OK + b"Content-Type: text/html\r\n", b"\r\n" + said(b'"8"')], [8.0]),
     "no content": ("chat", whole(said(b"null")), [None]),

@@ -11,15 +11,15 @@ from torchtitan.grpo.rewards.verdicts import written_score
 WRITTEN: dict[str, float | None] = {
     "Score: 8 of 10": 8, "8/10 (80%)": 8, "7 (scale 0-10)": 7, ".8": 0.8, "8⁄10": 8, "8 ⁄ 10": 8, "1e1": 10, "1e-1": 0.1,
     "7,5": None, "8,5": None, "1.234,5": None, "1,000": None, "10,000.5": None, "1 000": None, "1\u202f000": None, "8'000": None,
-    "−3": -3, "-3": -3, "+3": 3, "–3": None, "Score: - 3": None, "- 3": 3, "٨": 8, "８／１０": 8, "½": None, "8½": None,
+    "−3": -3, "-3": -3, "+3": 3, "–3": None, "Score: - 3": None, "- 3": None, "٨": 8, "８／１０": 8, "½": None, "8½": None,
     "8 1/2": None, "8 and a half": None, "2²": None, "8^2": None, "√8": None, "Ⅷ": None, "③": None, "\\frac{8}{10}": None,
     "\\dfrac 8 10": None, "\\frac12": None, "8\\frac{1}{2}": None, "$8$": 8, "\\(8\\)": 8, "\\boxed{8/10}": 8, "10/10": 10,
     "8 out of 10": 8, "8 out of a possible 10": 8, "7 on a scale from 0 to 10": 7, "8 von 10": None, "8 over 10": None,
     "3 to 4": None, "7-8": None, "7–8": None, "between 7 and 8": None, "7 or 8": None, "7, 8": None, "3 + 4": None,
-    "3 + 4 = 7": 7, "8/10 = 0.8": None, "80%": None, "80 %": None, "8\\%": None, "8 (80%)": 8, "I am 90% sure: 7": 7,
+    "3 + 4 = 7": None, "8/10 = 0.8": None, "80%": None, "80 %": None, "8\\%": None, "8 (80%)": 8, "I am 90% sure: 7": None,
     "2024-01-05": None, "5/1/2024": None, "January 5, 2024": None, "7:30": None, "8:10": None, "8 : 10": None, "1.2.3": None,
     "8..10": None, "8th": None, "8pts": None, "8 points.": 8, "8 hundred": None, "10k": None, "x2": None, "~8": None, "8+": None,
-    "> 8": None, "≥8": None, "-> 8": 8, "1_000": None, "eight/10": None, "**Score:** 8": 8, "**Score**: **8** / 10": 8, "Score: 8.": 8,
+    "> 8": None, "≥8": None, "-> 8": None, "1_000": None, "eight/10": None, "**Score:** 8": 8, "**Score**: **8** / 10": 8, "Score: 8.": 8,
     "Score: 8\nHe lost points in step 2.": 8, "Score: 8\nMax score: 10": 8, "Step 1 is right. Score: eight": None,
     "Score:\nStep 1 is right": None, "<score>8</score><max>10</max>": 8, '{"score": 8, "max": 10}': 8, "Rating: [[8]]": 8,
     **dict.fromkeys([
@@ -40,8 +40,8 @@ WRITTEN: dict[str, float | None] = {
     "8 points out of 10": 8, "8 stars out of 10": 8, "8 points of 10": 8, "8 out of the 10": 8, "8 of max. 10": 8, "8, max 10": 8,
     "8; max 10": 8, "8 - max 10": 8, "8. The maximum is 10.": None, "8\\/10": 8, "7 on a scale of 10": 7, "Score: `8`": 8,
     "__8__": 8, "Score: <8>": 8, "Score: 8.Good": 8, '{"score": 8, "grade": "B"}': 8, "Score: 8\u200b": 8, "8/10, 80%": 8,
-    "Score: 8\nVerdict: correct": 8, "I give it an 8.": 8, "Score: 8. The step is right.": 8, "Score: 8/10 because it is right": 8,
-    "我给8分": 8, "满分10分，我给8分。": 8, "8分（满分10分）": 8, "7到8分": None, "8分半": None, "评分：8": 8, "10万": None,
+    "Score: 8\nVerdict: correct": 8, "I give it an 8.": None, "Score: 8. The step is right.": 8, "Score: 8/10 because it is right": 8,
+    "我给8分": None, "满分10分，我给8分。": None, "8分（满分10分）": 8, "7到8分": None, "8分半": None, "评分：8": 8, "10万": None,
 }  # fmt: skip
 
 
@@ -51,34 +51,12 @@ def test_a_written_number_is_read_rightly_or_not_at_all(answer: str, score: floa
     assert written_score(f"Step 1 is right.\n\n{answer}\n", is_cut=False) == score
 
 
+PARTS = ["8", " ", "8 ", "8(", "8 - ", "score: ", "**a", "<a", "[[", "a", "1,", "½", "\n", "8 of ", "a/", "a.", "a:", "answer:", "Score: 8, ",
+         "}]", "8%", "max score: ", "8 (of ", "8, 8%", " on a scale 1"]  # fmt: skip
+
+
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize(
-    "part",
-    [
-        "8",
-        " ",
-        "8 ",
-        "8(",
-        "8 - ",
-        "score: ",
-        "**a",
-        "<a",
-        "[[",
-        "a",
-        "1,",
-        "½",
-        "\n",
-        "8 of ",
-        "a/",
-        "a.",
-        "a:",
-        "answer:",
-        "Score: 8, ",
-        "}]",
-        "8%",
-        "max score: ",
-    ],
-)
+@pytest.mark.parametrize("part", PARTS)
 def test_a_long_answer_is_read_in_linear_time(part: str):
     for end in ("", "!", "x"):
         for is_cut in (False, True):

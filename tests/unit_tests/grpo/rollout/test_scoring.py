@@ -152,7 +152,7 @@ async def test_what_functions_log_is_kept_with_each_rollout_and_averaged_over_gr
             await pool.score(PROMPT, ["1", "2"], [[1], [2]], [2])
         accepted = await scorer.accepted(PROMPT, groups[0].rollouts)
         assert [rollout.completion for rollout in accepted] == ["1"]
-        with pytest.raises(ScoringFailed, match="What was logged cannot be sent"):
+        with pytest.raises(ScoringFailed, match="logged cannot be sent"):
             await scorer.accepted(PROMPT, groups[0].rollouts[:1])
     finally:
         await pool.close()

@@ -12,8 +12,7 @@ from typing import Any
 
 from torchtitan.grpo.config import Prompts
 from torchtitan.grpo.config.command_line import ConfigError, refusing
-from torchtitan.grpo.rewards.gold_answers import MAX_ROWS
-from torchtitan.grpo.rewards.gold_values import COLUMN, right_answers
+from torchtitan.grpo.rewards.gold_values import COLUMN, MAX_ROWS, right_answers
 from torchtitan.grpo.rollout.prompts.prompt_set import PromptText, prompt_text
 from torchtitan.grpo.rollout.tables import RowError, open_table
 from torchtitan.grpo.rollout.tables.table import renamed

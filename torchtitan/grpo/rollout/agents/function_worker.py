@@ -1,26 +1,19 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The process that runs ``agent.function``, with many episodes in one event loop."""
+"""The process that runs ``agent.function``, with many episodes in one event loop; see `host`."""
 
-import asyncio
-import functools
 import inspect
-import os
-import sys
-import threading
-import time
-import traceback
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
-from torchtitan.grpo.system.functions import describe_error, failure_kind, load_function, user_line
-from torchtitan.grpo.workers.channel import NotPlainData, Refused, WorkerChannel, refused
+from torchtitan.grpo.system.functions import load_function
+from torchtitan.grpo.workers.channel import Refused
+from torchtitan.grpo.workers.host import Cancel, Cancelled, Host, Loaded, serve
 
 _WHAT = "agent.function: function"
-_BLOCKED_SECONDS, _LOOK_SECONDS = 5.0, 1.0
 BUILTIN = {"verifiers": "torchtitan.grpo.rollout.agents.verifiers:run"}
 
 
@@ -37,111 +30,36 @@ class Run(msgspec.Struct, tag=True):
     variables: dict[str, str]
 
 
-class Cancel(msgspec.Struct, tag=True):
-    number: int
-
-
 class Ended(msgspec.Struct, tag=True):
     result: Any = None
 
 
-Request = LoadFunction | Run | Cancel
-
-decode_request = msgspec.msgpack.Decoder(Request).decode
-decode_reply = msgspec.msgpack.Decoder(Ended | Refused).decode
+decode_request = msgspec.msgpack.Decoder(LoadFunction | Run | Cancel).decode
+decode_reply = msgspec.msgpack.Decoder(Ended | Cancelled | Refused).decode
 
 
-class _Episodes:
-    """Runs episodes on an event loop of its own thread."""
+def load(request: LoadFunction) -> Loaded:
+    """Raises ValueError if the function cannot be loaded."""
+    path, options, clients = request.path, request.options, _Clients()
+    function = load_function(BUILTIN.get(path, path), _WHAT, BUILTIN)
+    _check(function, path, options)
 
-    def __init__(self, channel: WorkerChannel[Request]) -> None:
-        self._channel = channel
-        self._function: Callable[..., Any] | None = None
-        self._client: Any = None
-        self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._serve, name="episodes", daemon=True)
-        self._thread.start()
-        threading.Thread(target=self._watch, name="episode-watch", daemon=True).start()
-
-    def _serve(self) -> None:
-        """Runs the event loop, which a task ends that raises SystemExit; its process then ends too."""
-        try:
-            self._loop.run_forever()
-        finally:
-            os._exit(1)
-
-    def _watch(self) -> None:
-        """Tells where the event loop is blocked, once each time."""
-        while True:
-            answers = threading.Event()
-            self._loop.call_soon_threadsafe(answers.set)
-            if not answers.wait(_BLOCKED_SECONDS):
-                frame = sys._current_frames().get(self._thread.ident or 0)
-                print(
-                    f"{_WHAT} has blocked its event loop for {_BLOCKED_SECONDS:g} s, and with it all "
-                    "episodes of its process. Await instead, or call what blocks with "
-                    "asyncio.to_thread. It is here:",
-                    *traceback.format_stack(frame) if frame is not None else [],
-                    sep="\n",
-                    file=sys.stderr,
-                    flush=True,
-                )
-                answers.wait()  # or until the process is killed
-            time.sleep(_LOOK_SECONDS)
-
-    def load(self, call: int, request: LoadFunction) -> None:
-        path, options = request.path, request.options
-        try:
-            function = load_function(BUILTIN.get(path, path), _WHAT, BUILTIN)
-            _check(function, path, options)
-        except ValueError as error:
-            self._channel.reply(call, refused("load", str(error)))
-            return
-        self._function = functools.partial(function, **options)
-        self._channel.reply(call, Ended())
-
-    def put(self, call: int, request: Run | Cancel) -> None:
-        self._loop.call_soon_threadsafe(self._begin, call, request)
-
-    def _begin(self, call: int, request: Run | Cancel) -> None:
-        if isinstance(request, Run):
-            task = self._loop.create_task(self._run(call, request))
-            self._tasks[request.number] = task
-            task.add_done_callback(lambda _: self._tasks.pop(request.number))
-        elif (task := self._tasks.get(request.number)) is None:
-            self._channel.reply(call, Ended())
-        else:
-            task.cancel()
-            task.add_done_callback(lambda _: self._channel.reply(call, Ended()))
-
-    async def _run(self, call: int, request: Run) -> None:
-        try:
-            reply: Ended | Refused = Ended(await self._result(request))
-        except asyncio.CancelledError:
-            return
-        except BaseException as error:  # the user's function may raise anything
-            traceback.print_exc(file=sys.stderr)
-            reply = refused(
-                failure_kind(error),
-                describe_error(error) + user_line(error, self._own_function()),
-            )
-        try:
-            self._channel.reply(call, reply)
-        except NotPlainData as error:
-            self._channel.reply(call, refused("bad reward", describe_error(error)))
-
-    def _own_function(self) -> Callable[..., Any]:
-        assert self._function is not None, "the first request loads the function"
-        return self._function
-
-    async def _result(self, request: Run) -> Any:
+    async def run(host: Host, request: Run) -> Ended:
         url, key = request.variables["OPENAI_BASE_URL"], request.variables["OPENAI_API_KEY"]
-        return await self._own_function()(self._client_of(url, key), request.row)
+        return Ended(await function(clients.of(url, key), request.row, **options))
 
-    def _client_of(self, url: str, key: str) -> Any:
-        """Returns a client with the key of an episode. All share their connections: a client that
-        opens connections takes tens of milliseconds to make.
+    return Loaded(f"{_WHAT} {path!r}", Ended(), run, function=function)
+
+
+class _Clients:
+    """The clients of all episodes, which share their connections: one that opens connections takes
+    tens of milliseconds to make."""
+
+    def __init__(self) -> None:
+        self._first: Any = None
+
+    def of(self, url: str, key: str) -> Any:
+        """Returns a client with the key of an episode.
 
         It has no time limit, which the endpoint has: a long answer takes more than the client's
         usual 600 s, after which it would ask again. And no request waits for another connection.
@@ -149,12 +67,12 @@ class _Episodes:
         from httpx import Limits
         from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
-        if self._client is None or self._client.is_closed():
+        if self._first is None or self._first.is_closed():
             http = DefaultAsyncHttpxClient(limits=Limits(max_connections=None), timeout=None)
-            self._client = AsyncOpenAI(
+            self._first = AsyncOpenAI(
                 base_url=url, api_key="of no episode", timeout=None, http_client=http
             )
-        return self._client.with_options(api_key=key)
+        return self._first.with_options(api_key=key)
 
 
 def _check(function: Callable[..., Any], path: str, options: dict[str, Any]) -> None:
@@ -178,16 +96,5 @@ def _check(function: Callable[..., Any], path: str, options: dict[str, Any]) -> 
         ) from error
 
 
-def main() -> None:
-    channel = WorkerChannel(decode_request)
-    episodes = _Episodes(channel)
-    while (received := channel.read()) is not None:
-        call, request = received
-        if isinstance(request, LoadFunction):
-            episodes.load(call, request)
-        else:
-            episodes.put(call, request)
-
-
 if __name__ == "__main__":
-    main()
+    serve(decode_request, load)

@@ -23,13 +23,7 @@ from typing import IO, Any, Protocol
 from torchtitan.grpo.config import Agent, Rollout, Workers
 from torchtitan.grpo.config.environments import own_key
 from torchtitan.grpo.rewards.reward_calls import LARGEST_REWARD
-from torchtitan.grpo.rollout.agents.function_worker import (
-    Cancel,
-    Ended,
-    LoadFunction,
-    Run,
-    decode_reply,
-)
+from torchtitan.grpo.rollout.agents.function_worker import Ended, LoadFunction, Run, decode_reply
 from torchtitan.grpo.rollout.environments.environment_pool import (
     EnvironmentFailed,
     EnvironmentsFailing,
@@ -37,6 +31,7 @@ from torchtitan.grpo.rollout.environments.environment_pool import (
 from torchtitan.grpo.system.child import child_command
 from torchtitan.grpo.types import Prompt
 from torchtitan.grpo.workers.channel import NotPlainData, Refused, not_passed
+from torchtitan.grpo.workers.host import Cancel, Cancelled
 from torchtitan.grpo.workers.owner import OUTPUT_HINT, FailureLimit, WorkerOwner
 from torchtitan.grpo.workers.process import (
     WorkerLost,
@@ -233,7 +228,7 @@ class Functions:
             on_failure=on_failure,
         )
         self._num_workers = agent.workers
-        self._usable: list[WorkerProcess[Ended | Refused]] = []
+        self._usable: list[WorkerProcess[Ended | Cancelled | Refused]] = []
         self._starting = asyncio.Lock()
         self._numbers = itertools.count()
 
@@ -254,12 +249,15 @@ class Functions:
             raise
         if isinstance(reply, Refused):
             raise EnvironmentFailed(reply.kind, f"{self._key}: {reply.message}")
+        assert isinstance(reply, Ended), f"unexpected reply {reply!r}"
         return reply.result
 
     async def close(self) -> None:
         await self._owner.close()
 
-    async def _cancel(self, worker: WorkerProcess[Ended | Refused], number: int) -> None:
+    async def _cancel(
+        self, worker: WorkerProcess[Ended | Cancelled | Refused], number: int
+    ) -> None:
         """Cancels one episode; kills the worker if it does not answer: all of its episodes hang."""
         try:
             async with asyncio.timeout(_CANCEL_SECONDS):
@@ -273,7 +271,7 @@ class Functions:
         except WorkerLost:
             pass
 
-    async def _worker(self) -> WorkerProcess[Ended | Refused]:
+    async def _worker(self) -> WorkerProcess[Ended | Cancelled | Refused]:
         """The worker with the fewest episodes, or a new one while there are too few."""
         async with self._starting:
             self._usable = usable = [worker for worker in self._usable if not worker.is_lost]
