@@ -161,7 +161,7 @@ called here. A run that is given one of these names is refused with the same ans
 
 - **Producers, actors, rollout workers, engines** are the servers of [`[inference]`](servers.md). **Consumers, learners, trainer
   workers** are the training ranks. **Learners of a node** (`num_learners_per_node`) are the ranks that `--nproc` gives it; nodes may
-  have different numbers ([multi-node](how-to/multi-node.md)).
+  have different numbers ([multi-node](how-to/clusters.md)).
 - **ZeRO** stages are ways to shard ([parallelism](parallelism.md#layouts)). FSDP2 shards weights, gradients and optimizer states, as
   ZeRO-3 does; with `parallelism.fsdp_reshard_after_forward = "never"`, weights stay gathered until the backward pass, as in ZeRO-2.
   **`zpg`**, ZeRO++'s sharding within a node, is HSDP: `parallelism.data_parallel_replicate_degree` is the number of nodes.

@@ -4,7 +4,7 @@
 """The model families: one row for each architecture in ``config.json``.
 
 All are decoders of pre-norm blocks with rotary attention and a gated feed-forward: upstream's
-Qwen3 model with parts switched on or off. See `docs/how-to/add-a-model-family.md`.
+Qwen3 model with parts switched on or off. See `docs/how-to/extend.md`.
 """
 
 from dataclasses import dataclass
