@@ -35,8 +35,12 @@ class Metric(NamedTuple):
 def metrics() -> list[Metric]:
     rows = [line[2:-2] for line in PAGE.read_text().splitlines() if line.startswith("| `")]
     cells = [[cell.strip() for cell in re.split(r"(?<!\\)\|", row)] for row in rows]
-    of_runs = [row for row in cells if len(row) != 2]  # tables of two columns are about files
-    return [Metric(key, *rest) for keys, *rest in of_runs for key in re.findall(r"`(.+?)`", keys)]
+    found = []
+    for first, *rest in cells:
+        if len(rest) > 1:  # tables of two columns are about files
+            keys, _, unit = first.rpartition(" (")
+            found += [Metric(key, unit.rstrip(")"), *rest) for key in re.findall(r"`(.+?)`", keys)]
+    return found
 
 
 def undescribed(
