@@ -64,7 +64,7 @@ Torchtitan's defaults are meant for pretraining. The following keys exist only h
 All other keys of these tables are the same as in torchtitan.
 """
 
-MAX_WORDS = 32  # of the text of a setting; `--help` has the whole text
+MAX_WORDS = 25  # of the text of a setting; `--help` has the whole text
 
 
 def page() -> str:
@@ -198,12 +198,16 @@ def other_names_page() -> str:
         ]
         lines.append("")
     lines += ["## Values", ""]
-    lines += [
-        f"- `{key} = {value}`: {_here(answer)}"
-        for key, of_key in answers["values"].items()
-        for value, answer in of_key.items()
-    ]
+    lines += [f"- `{key}`: {_values(of_key)}" for key, of_key in answers["values"].items()]
     return "\n".join(lines) + "\n"
+
+
+def _values(of_key: dict[str, str]) -> str:
+    """Returns what values of one setting are here, those of the same answer together."""
+    answers: dict[str, list[str]] = {}
+    for value, answer in of_key.items():
+        answers.setdefault(answer, []).append(f"`{value}`")
+    return "; ".join(f"{', '.join(names)}: {_here(here)}" for here, names in answers.items())
 
 
 def _here(answer: str) -> str:
