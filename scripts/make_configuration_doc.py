@@ -64,7 +64,7 @@ Torchtitan's defaults are meant for pretraining. The following keys exist only h
 All other keys of these tables are the same as in torchtitan.
 """
 
-MAX_WORDS = 25  # of the text of a setting; `--help` has the whole text
+MAX_WORDS = 20  # of the text of a setting; `--help` has the whole text
 
 
 def page() -> str:
