@@ -10,11 +10,13 @@ With --check nothing is written, and the exit status is 1 if a page is out of da
 import inspect
 import re
 import sys
+from collections.abc import Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
 from torchtitan.grpo import config
+from torchtitan.grpo.config import frame
 from torchtitan.grpo.config.bounds import bounds_of
 from torchtitan.grpo.config.command_line.keys import other_names, row_type, settings
 from torchtitan.grpo.config.environments import OWN_KEYS
@@ -25,10 +27,9 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 HEAD = """# Configuration
 
-A run is configured by a TOML file: `torchtitan-grpo train X.toml`, or `--job.config_file X.toml` under
-torchrun. Every key can be overridden on the command line as `--table.key value` or `--table.key=value`.
-The command line takes precedence over the file, and the file over the defaults. All paths, including those
-in the file, are relative to the folder in which the command is started.
+A run is configured by a TOML file: `torchtitan-grpo train X.toml`, or `--job.config_file X.toml` under torchrun. Every key can be
+overridden on the command line as `--table.key value` or `--table.key=value`. The command line takes precedence over the file, and
+the file over the defaults. All paths, including those in the file, are relative to the folder in which the command is started.
 
 | type | on the command line |
 |---|---|
@@ -37,72 +38,38 @@ in the file, are relative to the folder in which the command is started.
 | `dict` | `'{key = "value"}'` as in TOML, or as in JSON; `--table.key.inner value` sets one entry |
 | a type that includes `None` | `none` |
 
-`torchtitan-grpo train --help` lists all settings, and `--help WORD` explains the settings whose names contain WORD. In addition to
-the tables below, the tables of [torchtitan](https://github.com/pytorch/torchtitan) can be set: `[job]`, `[model]`, `[training]`,
-`[optimizer]`, `[lr_scheduler]`, `[parallelism]`, `[checkpoint]`, `[metrics]`, `[activation_checkpoint]`, `[compile]`, `[comm]`,
-`[profiling]`, `[debug]`.
+- `torchtitan-grpo train --help` lists all settings, and `--help WORD` prints the whole text of the settings whose names contain
+  WORD. A text below that ends in "..." goes on there.
+- `torchtitan-grpo check-config X.toml` (or `train --dry-run`) opens what the run would open: prompts, columns, reward functions,
+  environment, tokenizer, and the headers of the weights. It says where the run would begin, what it found, and the layout with the
+  estimated memory of a step and of the push. `--settings` adds the value of every setting, and the default behind each that differs
+  from it. No server is started, and nothing is written.
+- Each start of a run saves its resolved configuration in `<dump_folder>/starts/N/config.toml` ([how to resume](how-to/resume.md)).
+- Errors are reported before any process group exists. For a misspelled key, the message gives the nearest valid key; for a name
+  of TRL, verl or another system, the name that the setting has here ([other names](other-names.md)); for a value outside its range,
+  the range; for settings that contradict each other, the keys of both.
+- `model.hf_assets_path` names a Hugging Face directory, or a model on the Hub. The architecture and all sizes are read from it;
+  torchtitan's `model.name` and `model.flavor` are not used.
+- Torchtitan's tables can be set as well: `[job]`, `[model]`, `[training]`, `[optimizer]`, `[lr_scheduler]`, `[parallelism]`,
+  `[checkpoint]`, `[metrics]`, `[activation_checkpoint]`, `[compile]`, `[comm]`, `[profiling]`, `[debug]`.
 
-`--dry-run` says where the run would begin (from the start, or from which checkpoint and with which changes), and opens everything
-that the run would open (prompts, columns, reward functions, environment, tokenizer, and the headers of the weights) with the code of
-the run. It lists what it found, then warnings, and then the planned layout, with the estimated memory of a training step and of the push.
-With `--settings`, the resolved configuration follows: the value of every setting, and the default behind each that differs from it.
-No server is started, and nothing is written to `job.dump_folder`. `torchtitan-grpo check-config X.toml` does the same without torchrun. Each start of a run
-saves its resolved configuration in `<dump_folder>/starts/N/config.toml` ([how to resume](how-to/resume.md)).
+Each line below gives a key with its default, and in parentheses what is valid, and the type if the default does not show it. A value with a special meaning is
+followed by it: "at least 1, or 0 (off)". If nothing is said, every value of the type is valid as far as this key alone is concerned.
 
-Errors in the configuration are reported before any process group exists. For a misspelled key, the message gives the nearest valid
-key. For a name from TRL, verl or another system, it gives the name that the setting has here ([other names](other-names.md)). For a value outside its valid
-range, it gives the range. For settings that contradict each other, it gives the keys of both.
-
-`model.hf_assets_path` names a Hugging Face directory (config.json, tokenizer.json, safetensors), or a model on the Hub as
-`organization/name` or `organization/name@revision`, which is read from huggingface_hub's cache or downloaded to it. The architecture
-and all sizes are read from it. Torchtitan's `model.name` and `model.flavor` are not used.
-
-In the column "valid", a value with a special meaning is followed by this meaning: "at least 1, or 0 (off)". If the column is
-empty, every value of the type is valid as far as this key alone is concerned.
-
-This page is generated by `python scripts/make_configuration_doc.py` from `torchtitan/grpo/config/` and
-`torchtitan/grpo/config/job_config.py`.
+This page is generated by `python scripts/make_configuration_doc.py` from `torchtitan/grpo/config/`.
 """
 
-DEFAULTS_HEAD = """## Torchtitan's tables
-
-Torchtitan's defaults are meant for pretraining. The following keys exist only here, or have a different default or bounds here.
-All other keys of these tables are the same as in torchtitan.
-
-| key | type | default | torchtitan's | valid | meaning |
-|---|---|---|---|---|---|"""
+MAX_WORDS = 20  # of the text of a setting; `--help` has the whole text
 
 
 def page() -> str:
     """Returns the whole page."""
     tables: list[Any] = []
     own = (row_type(f.type) or f.type for f in fields(JobConfig))
-    for table in (table for table in own if table in vars(config).values()):
+    known = (*vars(frame).values(), *vars(config).values())
+    for table in (table for table in own if table in known):
         tables += [table, *(f.type for f in fields(table) if is_dataclass(f.type))]  # pyright: ignore
-    return "\n".join([HEAD, changed_tables(), *map(section, tables), environments_section()])
-
-
-def changed_tables() -> str:
-    """Returns the keys of torchtitan's tables that this project defines anew, as a section."""
-    lines = [DEFAULTS_HEAD]
-    for table in fields(JobConfig):
-        cls: Any = table.type
-        if cls.__module__ != JobConfig.__module__:
-            continue
-        bounds, docs, upstream = bounds_of(cls), field_docs(cls), cls.__base__()
-        lines += [
-            f"| `{table.name}.{f.name}` | `{in_markdown(type_name(f.type))}` | `{default_of(f)}` "
-            f"| {_of_upstream(upstream, f.name)} | {in_markdown(str(bounds.get(f.name, '')))} "
-            f"| {in_markdown(docs[f.name])} |"
-            for f in fields(cls)
-            if f.name in cls.__annotations__
-        ]
-    return "\n".join(lines) + "\n"
-
-
-def _of_upstream(upstream: Any, name: str) -> str:
-    """Returns torchtitan's default of a key; nothing for a key that only this project has."""
-    return f"`{getattr(upstream, name)!r}`" if hasattr(upstream, name) else ""
+    return "\n".join([HEAD, *map(section, tables), environments_section()])
 
 
 def section(table: Any) -> str:
@@ -112,13 +79,30 @@ def section(table: Any) -> str:
     bounds, docs = bounds_of(table), field_docs(table)  # pyright: ignore[reportArgumentType]
     lines = [f"## {in_markdown(summary).removesuffix('.')}", ""]
     lines += [in_markdown(text), ""] if text else []
-    lines += ["| key | type | default | valid | meaning |", "|---|---|---|---|---|"]
-    lines += [
-        f"| `{f.name}` | `{in_markdown(type_name(f.type))}` | `{default_of(f)}` "
-        f"| {in_markdown(str(bounds.get(f.name, '')))} | {in_markdown(docs[f.name])} |"
-        for f in fields(table)
-    ]
+    lines += [setting(f.name, f, bounds, docs[f.name]) for f in fields(table)]
     return "\n".join(lines) + "\n"
+
+
+def setting(key: str, field: Field, bounds: Mapping[str, Any], text: str) -> str:
+    """Returns one setting as an item of a list."""
+    name = type_name(field.type)
+    shown = "" if name in ("bool", "int", "float", "str") else f"`{name}`"  # by the default
+    default = "" if is_dataclass(field.type) else f" = {default_of(field)}"
+    about = ", ".join(filter(None, [shown, str(bounds.get(field.name, ""))]))
+    about = f" ({in_markdown(about)})" if about else ""
+    return f"- `{key}{default}`{about}: {in_markdown(shortened(text))}"
+
+
+def shortened(text: str) -> str:
+    """Returns the first sentences of a text, at least one, with at most MAX_WORDS words."""
+    first, *others = re.split(r"(?<=\.) (?=[A-Z`0-9])", text)
+    words = len(first.split())
+    for sentence in others:
+        words += len(sentence.split())
+        if words > MAX_WORDS:
+            return f"{first} ..."
+        first += f" {sentence}"
+    return first
 
 
 def environments_section() -> str:
@@ -140,28 +124,26 @@ def type_name(annotation: Any) -> str:
 
 
 def default_of(field: Field) -> str:
-    """Returns a field's default as it is written in Python; nothing for a table of its own."""
-    if is_dataclass(field.type):
-        return "{}"
+    """Returns a field's default as it is written in Python."""
     if field.default_factory is not MISSING:
         return repr(field.default_factory())
     return repr(field.default)
 
 
 def in_markdown(text: str) -> str:
-    """Returns a docstring in the form that a table of Markdown takes, with links to other pages."""
-    text = text.replace("``", "`").replace("|", "\\|")
+    """Returns a docstring as Markdown, with links to other pages."""
+    text = text.replace("``", "`")
     return re.sub(r"docs/([\w/-]+\.md)", r"[\1](\1)", text)
 
 
 OTHER_NAMES_HEAD = """# Names of other systems
 
 What settings of TRL, verl, prime-rl, slime, AReaL, OpenRLHF, ColossalAI, open-instruct, NeMo-RL and the Transformers trainer are
-called here. A run that is given one of these names is refused with the same answer. Search the page for the name.
+called here: names elsewhere, a colon, and the name here. A run that is given one of these names is refused with the same answer.
 
 - **Producers, actors, rollout workers, engines** are the servers of [`[inference]`](servers.md). **Consumers, learners, trainer
   workers** are the training ranks. **Learners of a node** (`num_learners_per_node`) are the ranks that `--nproc` gives it; nodes may
-  have different numbers ([multi-node](how-to/multi-node.md)).
+  have different numbers ([multi-node](how-to/clusters.md)).
 - **ZeRO** stages are ways to shard ([parallelism](parallelism.md#layouts)). FSDP2 shards weights, gradients and optimizer states, as
   ZeRO-3 does; with `parallelism.fsdp_reshard_after_forward = "never"`, weights stay gathered until the backward pass, as in ZeRO-2.
   **`zpg`**, ZeRO++'s sharding within a node, is HSDP: `parallelism.data_parallel_replicate_degree` is the number of nodes.
@@ -183,19 +165,22 @@ def other_names_page() -> str:
     lines = [OTHER_NAMES_HEAD]
     for table, rows in sorted(tables.items(), key=lambda item: (item[0] == "other", item[0])):
         lines += [f"## {'Others' if table == 'other' else f'`[{table}]`'}", ""]
-        lines += ["| name elsewhere | here |", "|---|---|"]
         lines += [
-            f"| {', '.join(f'`{name}`' for name in names)} | {_here(answer)} |"
+            f"- {', '.join(f'`{name}`' for name in names)}: {_here(answer)}"
             for answer, names in rows.items()
         ]
         lines.append("")
-    lines += ["## Values", "", "| setting | value elsewhere | here |", "|---|---|---|"]
-    lines += [
-        f"| `{key}` | `{value}` | {_here(answer)} |"
-        for key, of_key in answers["values"].items()
-        for value, answer in of_key.items()
-    ]
+    lines += ["## Values", ""]
+    lines += [f"- `{key}`: {_values(of_key)}" for key, of_key in answers["values"].items()]
     return "\n".join(lines) + "\n"
+
+
+def _values(of_key: dict[str, str]) -> str:
+    """Returns what values of one setting are here, those of the same answer together."""
+    answers: dict[str, list[str]] = {}
+    for value, answer in of_key.items():
+        answers.setdefault(answer, []).append(f"`{value}`")
+    return "; ".join(f"{', '.join(names)}: {_here(here)}" for here, names in answers.items())
 
 
 def _here(answer: str) -> str:

@@ -8,7 +8,7 @@
 #            [--max-running-requests N] [--device cpu|cuda] [--dtype float32|bfloat16] [SGLang's own arguments]
 #            [--register FOLDER_OR_URL] [--interface IF]
 # With --register, the server registers itself with a run, and leaves the run when it ends; see
-# docs/how-to/multi-node.md.
+# docs/how-to/clusters.md.
 # The longest sequence is the model's own (config.json) unless --max-model-len is given.
 # Then start the trainer with --inference.kind sglang --inference.urls http://H:P. Keys are read from the environment
 # variables TORCHTITAN_GRPO_API_KEY and TORCHTITAN_GRPO_ADMIN_KEY.

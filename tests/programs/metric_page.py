@@ -13,7 +13,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs/metrics.md"
 
 
 class Metric(NamedTuple):
-    """One row of the page. In ``key``, ``{name}`` stands for a part that depends on the run."""
+    """One key of a row. In ``key``, ``{name}`` stands for a part that depends on the run."""
 
     key: str
     unit: str
@@ -35,7 +35,12 @@ class Metric(NamedTuple):
 def metrics() -> list[Metric]:
     rows = [line[2:-2] for line in PAGE.read_text().splitlines() if line.startswith("| `")]
     cells = [[cell.strip() for cell in re.split(r"(?<!\\)\|", row)] for row in rows]
-    return [Metric(key.strip("`"), *rest) for key, *rest in cells]
+    found = []
+    for first, *rest in cells:
+        if len(rest) > 1:  # tables of two columns are about files
+            keys, _, unit = first.rpartition(" (")
+            found += [Metric(key, unit.rstrip(")"), *rest) for key in re.findall(r"`(.+?)`", keys)]
+    return found
 
 
 def undescribed(

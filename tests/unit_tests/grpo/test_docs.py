@@ -29,9 +29,15 @@ def _pages(repository: Path) -> list[Path]:
     return sorted([*found, *repository.glob("benchmarks/*.md")])
 
 
-def _anchors(page: Path) -> set[str]:
-    headings = re.findall(r"^#+ (.+)$", page.read_text(), flags=re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in headings}
+def _prose(page: Path) -> str:
+    """A page without its blocks of code."""
+    blocks = r"^ *(```|~~~).*?^ *\1"
+    return re.sub(blocks, "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def _anchors(page: Path) -> list[str]:
+    headings = re.findall(r"^#+ (.+)$", _prose(page), flags=re.MULTILINE)
+    return [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in headings]
 
 
 def test_links_between_pages_lead_somewhere(repository):
@@ -47,10 +53,48 @@ def test_links_between_pages_lead_somewhere(repository):
     assert not broken, broken
 
 
+def test_no_two_headings_of_a_page_share_an_anchor(repository):
+    for page in _pages(repository):
+        if page.name != "CHANGELOG.md":
+            anchors = _anchors(page)
+            assert len(set(anchors)) == len(anchors), (page.name, sorted(anchors))
+
+
+def test_every_page_is_in_a_table_of_contents(repository):
+    """A page of ``docs`` is linked from the README, and one of ``docs/how-to`` from its own list."""
+    for folder, contents in (("docs", "README.md"), ("docs/how-to", "docs/how-to/README.md")):
+        text = (repository / contents).read_text()
+        for page in (repository / folder).glob("*.md"):
+            link = page.name if folder == "docs/how-to" else f"docs/{page.name}"
+            assert page.name == "README.md" or f"]({link}" in text, page.name
+
+
+def test_pages_that_code_scripts_and_configurations_name_exist(repository):
+    """Paths such as ``docs/losses.md`` or ``docs/servers.md#weights`` outside of pages."""
+    folders = ("torchtitan", "tests", "benchmarks", "scripts", "examples", "train_configs")
+    files = [f for name in folders for f in (repository / name).rglob("*") if f.is_file()]
+    files += list((repository / "requirements").iterdir())
+    broken, found = [], 0
+    for file in files:
+        if file.suffix in (".md", ".pyc", ".safetensors") or file == Path(__file__):
+            continue
+        named = re.findall(
+            r"(?<![\w/])docs/([\w/-]+)\\?\.md(#[\w-]+)?", file.read_text(errors="ignore")
+        )
+        found += len(named)
+        for name, anchor in named:
+            page = repository / f"docs/{name}.md"
+            if not page.is_file() or (anchor and anchor[1:] not in _anchors(page)):
+                broken.append(f"{file.relative_to(repository)}: docs/{name}.md{anchor}")
+    assert found > 40  # the search itself works
+    assert not broken, broken
+
+
 def test_files_that_pages_name_exist(repository):
     """Names in backticks that look like Python files of this repository, such as ``data/rows.py``.
 
-    The pages of ``docs/how-to`` name files that their readers are about to write.
+    The pages of ``docs/how-to`` name files that their readers are about to write, and so do others
+    whose names begin with ``my_``.
     """
     folders = ("torchtitan", "tests", "benchmarks", "scripts", "examples")
     files = [str(file) for folder in folders for file in (repository / folder).rglob("*.py")]
@@ -59,8 +103,7 @@ def test_files_that_pages_name_exist(repository):
     for page in _pages(repository):
         if page.parent.name == "how-to":
             continue
-        text = re.sub(r"^(```|~~~).*?^\1", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
-        for name in re.findall(r"`([\w/]+\.py)`", text):
+        for name in re.findall(r"`((?!my_)[\w/]+\.py)`", _prose(page)):
             if not any(file.endswith("/" + name) for file in files):
                 unknown.append(f"{page.relative_to(repository)}: {name}")
     assert not unknown, unknown

@@ -61,7 +61,7 @@ Action = Literal["skip", "stop", "warn", "off"]
 class Guards:
     """``[guards]``: what happens when a run goes wrong.
 
-    docs/how-to/guards.md explains each guard. Guards judge a gradient before its optimizer step,
+    docs/how-to/monitor.md explains each guard. Guards judge a gradient before its optimizer step,
     with the same result on every rank. With ``skip``, the optimizer step is skipped: weights and
     optimizer state do not change, whereas the policy version and the learning-rate schedule
     advance. With ``stop``, the run ends before the optimizer step with exit status 3 and, with

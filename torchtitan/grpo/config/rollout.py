@@ -204,7 +204,7 @@ class Reward:
     unscorable_value: Annotated[float | None, at_least(-1e12).at_most(1e12)] = None
     """Reward of a completion that the policy itself made unscorable, usually that of a failed attempt,
     such as 0: its environment or program crashed, or its answer is beyond the limits of a function
-    (docs/how-to/add-a-reward.md). With None, it is left out, which a policy may learn to bring about."""
+    (docs/how-to/rewards.md). With None, it is left out, which a policy may learn to bring about."""
 
     num_workers: Annotated[int, at_least(1)] = 1
     """Number of processes that score completions."""

@@ -4,7 +4,7 @@
 """The model families: one row for each architecture in ``config.json``.
 
 A family chooses the blocks of each layer (`blocks/rows.py`). Torch is not imported.
-See `docs/how-to/add-a-model-family.md`.
+See `docs/how-to/extend.md`.
 """
 
 from collections.abc import Iterator, Mapping

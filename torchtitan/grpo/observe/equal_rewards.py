@@ -71,7 +71,7 @@ class EqualRewardsWatch:
                 "(reward/equal_groups_fraction is 1). Likely causes, the likeliest first:",
                 *(f"  - {cause}" for cause in causes),
                 "  samples.jsonl shows what was scored (observe.print_samples prints it); "
-                "docs/how-to/first-reward.md tries a reward without a run.",
+                "docs/how-to/rewards.md tries a reward without a run.",
             ]
         )
 

@@ -3,7 +3,7 @@
 
 """The pipeline schedules that ``parallelism.pipeline_parallel_schedule`` may name, one row each.
 
-Adding a schedule means adding a row (docs/how-to/add-a-schedule.md). No torch is imported.
+Adding a schedule means adding a row (docs/how-to/extend.md). No torch is imported.
 """
 
 from collections.abc import Callable

@@ -12,7 +12,7 @@ from torchtitan.grpo.system.files import write_whole
 REWARD_FILE = "reward.py"
 
 _TEXT = '''\
-"""The reward of @TOML@, to be written: docs/how-to/first-reward.md leads through it."""
+"""The reward of @TOML@, to be written: docs/how-to/rewards.md leads through it."""
 
 
 def reward(prompts, completions, **columns):
