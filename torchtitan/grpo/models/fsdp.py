@@ -22,7 +22,7 @@ from torchtitan.grpo.models.decoder import blocks_of, is_tied
 from torchtitan.grpo.models.packed_model import PackedModel, ValueHead
 from torchtitan.grpo.system.device import disable_fsdp_gradient_division, prepare_fsdp_for_gloo
 from torchtitan.grpo.system.dtypes import TORCH_DTYPE_MAP
-from torchtitan.grpo.upstream.parallelism import ParallelDims
+from torchtitan.grpo.upstream.parallelism import ParallelDims, replicas_mesh
 from torchtitan.grpo.upstream.tools import utils
 
 
@@ -36,9 +36,7 @@ def apply_data_parallel(model: PackedModel, dims: ParallelDims, config: JobConfi
     elif dims.dp_replicate_enabled or _is_mixed(config):
         # Even on one rank, FSDP2 casts for mixed precision. Upstream's autocast would leave the
         # output layer in float32.
-        _replicate(
-            model, dims.get_optional_mesh("dp_replicate") or dims._meshes["dp_replicate"], policy
-        )
+        _replicate(model, replicas_mesh(dims), policy)
     if utils.device_type == "cpu":
         prepare_fsdp_for_gloo(model)
 

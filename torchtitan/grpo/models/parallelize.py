@@ -16,7 +16,6 @@ import torch.nn as nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import (
-    Placement,
     Replicate,
     Shard,
     distribute_module,
@@ -144,20 +143,18 @@ def _divide_experts(block: Any, dims: ParallelDims) -> None:
     tensor_mesh, experts_mesh = dims.get_optional_mesh("tp"), dims.get_optional_mesh("ep")
     if tensor_mesh is not None:
         distribute_module(moe.router, tensor_mesh)  # whole on every rank
-        if experts_mesh is None or dims.etp_enabled:
+        if experts_mesh is None:
             moe.tensor_group = tensor_mesh.get_group()
     if experts_mesh is not None:
         moe.experts.expert_group = experts_mesh.get_group()
-    mesh = dims.get_mesh(["ep", "etp"]) if dims.etp_enabled else experts_mesh or tensor_mesh
+    mesh = experts_mesh or tensor_mesh
     assert mesh is not None
     for part in block.row.feed_forward.parts:
         if part.is_stacked:
             name = part.name.rpartition(".")[2]
             assert part.cut is not None
-            cut = {"ep": Shard(0)}.get
-            names = mesh.mesh_dim_names or ()
-            placements: list[Placement] = [cut(axis) or Shard(part.cut) for axis in names]
-            divided = distribute_tensor(getattr(moe.experts, name), mesh, placements)
+            cut = part.cut if experts_mesh is None else 0
+            divided = distribute_tensor(getattr(moe.experts, name), mesh, [Shard(cut)])
             setattr(moe.experts, name, nn.Parameter(divided))
 
 

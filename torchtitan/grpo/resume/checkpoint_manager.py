@@ -68,7 +68,7 @@ class GRPOCheckpointManager(CheckpointManager):
 
     def save(self, curr_step: int, last_step: bool = False) -> None:
         """Saves if it is due, and reports a save that holds up training for long."""
-        if not self._should_save(curr_step, last_step):
+        if not self.enable or not self._should_save(curr_step, last_step):
             return
         begin = time.monotonic()
         self._then = "The next one is written now."
@@ -146,6 +146,8 @@ class GRPOCheckpointManager(CheckpointManager):
             future.result()
         except CheckpointException as error:
             self._end_failed(error)
+
+    _wait_for_saving = _async_wait  # as 0.3 calls it
 
     def _tell_failure(self, failure: str) -> None:
         if not self._is_told and dist.get_rank() == 0:

@@ -6,6 +6,7 @@
 from dataclasses import fields
 from typing import Any
 
+from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 
@@ -26,3 +27,9 @@ def parallel_dims(settings: Any, world_size: int) -> ParallelDims:
         world_size=world_size,
         **{name: value for name, value in extra.items() if name in _FIELDS},
     )
+
+
+def replicas_mesh(dims: ParallelDims) -> DeviceMesh:
+    """Returns the mesh of replicas, also if there is only one."""
+    meshes = dims._meshes if "_meshes" in _FIELDS else dims._single_axis_meshes  # pyright: ignore
+    return dims.get_optional_mesh("dp_replicate") or meshes["dp_replicate"]

@@ -47,7 +47,8 @@ def manager(tmp_path: Path, monkeypatch) -> GRPOCheckpointManager:
     made.enable, made.enable_staging, made.folder = True, False, str(tmp_path / "checkpoint")
     made.dump_folder = str(tmp_path)
     made.settings, made.interval, made.async_mode = Checkpoint(), 20, AsyncMode.ASYNC
-    made.mp, made.stager, made.save_future = None, None, None
+    made.mp, made.stager = None, None
+    made.staging_future, made.save_future = None, None
     made.keep_latest_k, made.purge_queue = 2, queue.Queue()
     made.purge_thread = threading.Thread()  # never started
     for step in (20, 40, 60):
