@@ -59,6 +59,8 @@ class GRPOCheckpointManager(CheckpointManager):
 
     def __init__(self, settings: Checkpoint, dump_folder: str, **parts: Any) -> None:
         """``parts`` are upstream's: model parts, optimizers, schedules, states, and the adapter."""
+        # Upstream's 0.3 makes none of them if checkpoints are not enabled.
+        self.states, self.save_future, self.exclude_from_loading = parts["states"], None, []
         super().__init__(
             dataloader=None, base_folder=dump_folder, **manager_arguments(settings), **parts
         )

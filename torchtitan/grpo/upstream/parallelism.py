@@ -31,5 +31,8 @@ def parallel_dims(settings: Any, world_size: int) -> ParallelDims:
 
 def replicas_mesh(dims: ParallelDims) -> DeviceMesh:
     """Returns the mesh of replicas, also if there is only one."""
-    meshes = dims._meshes if "_meshes" in _FIELDS else dims._single_axis_meshes  # pyright: ignore
-    return dims.get_optional_mesh("dp_replicate") or meshes["dp_replicate"]
+    mesh = dims.get_optional_mesh("dp_replicate")
+    if mesh is None:
+        name = "_meshes" if "_meshes" in _FIELDS else "_single_axis_meshes"
+        mesh = getattr(dims, name)["dp_replicate"]
+    return mesh
