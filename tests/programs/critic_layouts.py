@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from sharded_model import rows_of, whole
 
 from torchtitan.grpo.data.rows import TrainRows
-from torchtitan.grpo.models.decoder import ValueAdapter
+from torchtitan.grpo.models.hf_names import ValueAdapter
 from torchtitan.grpo.models.packed_model import ValueHead
 from torchtitan.grpo.models.shards import named_parameters
 from torchtitan.grpo.training.critic import Critic, ValueTargets, build_critic
