@@ -18,10 +18,7 @@ from torchtitan.grpo.config.job_config import Optimizer
 from torchtitan.grpo.system.dtypes import TORCH_DTYPE_MAP
 from torchtitan.grpo.training.muon import Muon
 from torchtitan.grpo.upstream.parallelism import ParallelDims
-from torchtitan.grpo.upstream.trainer import (
-    OptimizersContainer,
-    build_optimizers_with_moe_load_balancing,
-)
+from torchtitan.grpo.upstream.trainer import OptimizersContainer, build_adam
 
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
@@ -31,9 +28,7 @@ def build_optimizers(
 ) -> OptimizersContainer:
     if config.name == "Muon":
         return MuonContainer(model_parts, config)
-    return build_optimizers_with_moe_load_balancing(
-        model_parts, config, dims, ft_manager=ft_manager
-    )
+    return build_adam(model_parts, config, dims, ft_manager=ft_manager)
 
 
 class MuonContainer(OptimizersContainer):

@@ -5,14 +5,12 @@
 
 0.3.0: `Trainer` is in `torchtitan.trainer` and takes a `Trainer.Config`; `ModelSpec` replaces
 `TrainSpec` and its registry; the learning rate's schedule moved to `components.optimizer`; the
-builder of optimizers with the balance of experts is gone.
+builder of optimizers is gone.
 """
 
 from torchtitan.components.lr_scheduler import LRSchedulersContainer, build_lr_schedulers
-from torchtitan.components.optimizer import (
-    OptimizersContainer,
-    build_optimizers_with_moe_load_balancing,
-)
+from torchtitan.components.optimizer import OptimizersContainer
+from torchtitan.components.optimizer import build_optimizers as build_adam
 from torchtitan.protocols import train_spec
 from torchtitan.protocols.train_spec import TrainSpec
 from torchtitan.train import Trainer
