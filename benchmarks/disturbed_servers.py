@@ -13,9 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from torchtitan.grpo.inference.client import ServerError
-from torchtitan.grpo.inference.kinds import make_client
+from torchtitan.grpo.inference.kinds import ServerSpec, make_client
 from torchtitan.grpo.inference.local_servers import HeldPorts, LaunchedServer, start_server
-from torchtitan.grpo.inference.server_spec import ServerSpec
 from torchtitan.grpo.system.child import stop_children
 
 SERVER_NICE = 5

@@ -41,13 +41,12 @@ from layouts import Choice, Layout, layouts_of
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 
-from torchtitan.grpo.inference.kinds import make_client
+from torchtitan.grpo.inference.kinds import ServerSpec, make_client
 from torchtitan.grpo.inference.local_servers import (
     HeldPorts,
     LaunchedServer,
     start_server,
 )
-from torchtitan.grpo.inference.server_spec import ServerSpec
 from torchtitan.grpo.inference.waiting import wait_until_up
 from torchtitan.grpo.system.child import start_child
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from disturbed_servers import STARTUP_SECONDS, wait_for_server
 
+from torchtitan.grpo.inference.kinds import ServerSpec
 from torchtitan.grpo.inference.local_servers import HeldPorts, LaunchedServer
-from torchtitan.grpo.inference.server_spec import ServerSpec
 from torchtitan.grpo.system.child import start_child, stop_children
 
 

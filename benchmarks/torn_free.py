@@ -43,8 +43,8 @@ from loop_driver import Event, PublishingLoop
 from ranks import fork_server
 from tagged import UNPUSHED, TaggedModel, digest_of, save_model
 
+from torchtitan.grpo.inference.kinds import ServerSpec
 from torchtitan.grpo.inference.local_servers import HeldPorts, LaunchedServer
-from torchtitan.grpo.inference.server_spec import ServerSpec
 
 NUM_RANKS, NUM_SERVERS = 2, 3
 TOLERANCE = 1e-3

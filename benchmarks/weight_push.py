@@ -41,9 +41,8 @@ from disturbed_servers import wait_for_server
 from random_models import SIZES, VOCAB_SIZE, make_model
 
 from torchtitan.grpo.inference.client import ServerError
-from torchtitan.grpo.inference.kinds import make_client
+from torchtitan.grpo.inference.kinds import ServerSpec, make_client
 from torchtitan.grpo.inference.local_servers import HeldPorts, LaunchedServer, start_server
-from torchtitan.grpo.inference.server_spec import ServerSpec
 from torchtitan.grpo.system.child import start_child, stop_children
 from torchtitan.grpo.types import GenerateRequest, ServerKind
 

@@ -10,8 +10,8 @@ import signal
 import pytest
 from server_kinds import LONG, held_port, python_of
 
+from torchtitan.grpo.inference.kinds import ServerSpec
 from torchtitan.grpo.inference.local_servers import start_server
-from torchtitan.grpo.inference.server_spec import ServerSpec
 
 TAUGHT = (
     "--grpo.prompts_per_step=4", "--evaluation.num_prompts=1", "--training.steps=12",

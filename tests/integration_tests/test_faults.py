@@ -25,9 +25,8 @@ from lone_trainer import LoneTrainer, wait_until
 from server_kinds import REAL
 from tagged import save_model
 
-from torchtitan.grpo.inference.kinds import make_client
+from torchtitan.grpo.inference.kinds import ServerSpec, make_client
 from torchtitan.grpo.inference.local_servers import HeldPorts, LaunchedServer
-from torchtitan.grpo.inference.server_spec import ServerSpec
 from torchtitan.grpo.inference.waiting import wait_until_up
 from torchtitan.grpo.types import ServerKind
 from torchtitan.grpo.weight_sync import build

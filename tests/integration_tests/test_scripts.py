@@ -16,7 +16,7 @@ from listening import check_sockets, run_watched
 from server_kinds import held_port
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from torchtitan.grpo.inference.server_spec import ServerSpec
+from torchtitan.grpo.inference.kinds import ServerSpec
 
 pytestmark = pytest.mark.slow
 

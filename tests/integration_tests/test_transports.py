@@ -23,9 +23,8 @@ from lone_trainer import MODEL, PATIENCE, LoneTrainer, ask, checksums, wait_unti
 from server_kinds import LONG, held_port, python_of
 
 from torchtitan.grpo.config import WeightSync
-from torchtitan.grpo.inference.kinds import make_client
+from torchtitan.grpo.inference.kinds import ServerSpec, make_client
 from torchtitan.grpo.inference.local_servers import LaunchedServer
-from torchtitan.grpo.inference.server_spec import ServerSpec
 from torchtitan.grpo.inference.waiting import wait_until_up
 from torchtitan.grpo.types import ServerInfo
 from torchtitan.grpo.weight_sync.lane import LaneState

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torchtitan.grpo.inference.kinds import ServerSpec
     from torchtitan.grpo.inference.local_servers import LaunchedServer
-    from torchtitan.grpo.inference.server_spec import ServerSpec
 
 _PROGRAM = Path(__file__).with_name("fork_server.py")
 _START_SECONDS = 300.0

@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING
 from torchtitan.grpo.config.cluster import server_groups
 from torchtitan.grpo.inference.access import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
 from torchtitan.grpo.inference.gpu_shares import share_gpus
-from torchtitan.grpo.inference.kinds import KEY_OPTIONS, kind_row
+from torchtitan.grpo.inference.kinds import KEY_OPTIONS, LOOPBACK, ServerSpec, kind_row
 from torchtitan.grpo.inference.server_log import first_causes, last_line, log_tail, remedy
-from torchtitan.grpo.inference.server_spec import LOOPBACK, ServerSpec
 from torchtitan.grpo.inference.urls import url_of
 from torchtitan.grpo.system.child import describe_status, start_child, stop_children
 from torchtitan.grpo.system.environment import without_keys

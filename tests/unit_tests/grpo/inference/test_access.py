@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from torchtitan.grpo.inference.access import AuthLevel, Keys, refusal
-from torchtitan.grpo.inference.guard import RequestGuard
+from torchtitan.grpo.inference.access import AuthLevel, Keys, RequestGuard, refusal
 
 BOTH = Keys("user", "admin")
 NORMAL, CONTROL, OPEN = AuthLevel.NORMAL, AuthLevel.CONTROL, AuthLevel.OPEN

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from stub_clients import answering
 
-from torchtitan.grpo.inference import registrar
+from torchtitan.grpo.inference import serve
 from torchtitan.grpo.inference.client import ServerError
 from torchtitan.grpo.inference.http import HttpConnection, RouteError
-from torchtitan.grpo.inference.identify import identify
+from torchtitan.grpo.inference.join_check import identify
 from torchtitan.grpo.inference.kinds import KINDS, make_client
-from torchtitan.grpo.inference.registrar import Registrar
 from torchtitan.grpo.inference.registry import Registration
+from torchtitan.grpo.inference.serve import Registrar
 from torchtitan.grpo.system import connections
 from torchtitan.grpo.types import GenerateRequest
 
@@ -96,7 +96,7 @@ SLOW = {
 @pytest.mark.parametrize("name", SLOW)
 async def test_an_answer_that_trickles_ends_the_request(name, monkeypatch, capsys) -> None:
     monkeypatch.setattr(connections, "_BODY_GRACE_SECONDS", SOON)
-    monkeypatch.setattr(registrar, "_REQUEST_SECONDS", SOON)
+    monkeypatch.setattr(serve, "_REQUEST_SECONDS", SOON)
     has_begun = name not in ("no answer", "headers")
     async with answering(SLOW[name], 0.05) as (url, _):
         client = connection(url, SECONDS if has_begun else SOON)

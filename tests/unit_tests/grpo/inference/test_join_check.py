@@ -27,9 +27,8 @@ from torchtitan.grpo.inference.join_check import (
     release_warnings,
     serve_command,
 )
-from torchtitan.grpo.inference.kinds import make_client
-from torchtitan.grpo.inference.server_spec import ServerSpec
-from torchtitan.grpo.inference.vllm.examine import NO_GUARD, examine
+from torchtitan.grpo.inference.kinds import ServerSpec, make_client
+from torchtitan.grpo.inference.vllm.answers import NO_GUARD, examine
 from torchtitan.grpo.inference.waiting import wait_until_up
 
 LENGTH = 128

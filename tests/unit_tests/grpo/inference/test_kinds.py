@@ -17,11 +17,11 @@ from torchtitan.grpo.inference.gpu_shares import GpuShare, gpus_of, share_gpus
 from torchtitan.grpo.inference.kinds import (
     KEY_OPTIONS,
     KINDS,
+    ServerSpec,
     kind_row,
     refuse_keys,
     take_nccl_setting_of,
 )
-from torchtitan.grpo.inference.server_spec import ServerSpec
 from torchtitan.grpo.system.light_start import LIGHT_PYTHON
 
 FOLDER = Path(kinds.__file__).parent

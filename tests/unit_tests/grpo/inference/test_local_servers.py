@@ -18,7 +18,7 @@ import pytest
 from server_kinds import held_port
 
 from torchtitan.grpo import config
-from torchtitan.grpo.inference.kinds import KINDS, make_client
+from torchtitan.grpo.inference.kinds import KINDS, ServerSpec, make_client
 from torchtitan.grpo.inference.local_servers import (
     HeldPorts,
     LaunchedServer,
@@ -30,7 +30,6 @@ from torchtitan.grpo.inference.local_servers import (
     start_server,
 )
 from torchtitan.grpo.inference.server_log import first_causes, remedy
-from torchtitan.grpo.inference.server_spec import ServerSpec
 from torchtitan.grpo.inference.waiting import wait_until_up
 from torchtitan.grpo.system.network import loopback_interface
 from torchtitan.grpo.types import PromptProgress, ServerKind

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from server_kinds import held_port
 
+from torchtitan.grpo.inference.kinds import ServerSpec
 from torchtitan.grpo.inference.local_servers import server_command
 from torchtitan.grpo.inference.serve import parse_arguments
-from torchtitan.grpo.inference.server_spec import ServerSpec
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torchtitan.grpo.inference.answers import reading
 from torchtitan.grpo.inference.client import SleepFrees
-from torchtitan.grpo.inference.server_spec import LaunchCommand, ServerSpec, seed_option
+from torchtitan.grpo.inference.kinds import LaunchCommand, ServerSpec, seed_option
 from torchtitan.grpo.inference.sglang.client import SGLangClient
 from torchtitan.grpo.system.light_start import LIGHT_PYTHON
 from torchtitan.grpo.types import GenerateRequest, Generation

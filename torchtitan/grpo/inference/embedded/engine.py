@@ -37,9 +37,9 @@ from torchtitan.grpo.inference.embedded.prefill import (
     padded_batches,
 )
 from torchtitan.grpo.inference.embedded.request import Request
-from torchtitan.grpo.inference.embedded.residence import Residence
 from torchtitan.grpo.inference.embedded.sampling import SamplingBatch, sample
 from torchtitan.grpo.inference.embedded.step_layout import upload
+from torchtitan.grpo.inference.embedded.weights import Residence
 from torchtitan.grpo.system.process_tuning import return_free_memory
 
 logger = logging.getLogger(__name__)

@@ -26,8 +26,8 @@ from torchtitan.grpo.inference.embedded import bodies
 from torchtitan.grpo.inference.embedded.bodies import ModelFacts, error_response, success
 from torchtitan.grpo.inference.embedded.engine import Engine, EngineError
 from torchtitan.grpo.inference.embedded.request import Request
-from torchtitan.grpo.inference.embedded.residence import Residence
 from torchtitan.grpo.inference.embedded.updates import WeightUpdater
+from torchtitan.grpo.inference.embedded.weights import Residence
 from torchtitan.grpo.system.connections import answering
 from torchtitan.grpo.system.monitoring.site import Health, healthz, metrics
 from torchtitan.grpo.weight_wire.staging import UpdateError

@@ -25,8 +25,7 @@ import torch
 
 from torchtitan.grpo.inference.embedded.bodies import GroupBody
 from torchtitan.grpo.inference.embedded.engine import Engine
-from torchtitan.grpo.inference.embedded.residence import Residence
-from torchtitan.grpo.inference.embedded.weights import WeightTable
+from torchtitan.grpo.inference.embedded.weights import Residence, WeightTable
 from torchtitan.grpo.system.files import check_folder
 from torchtitan.grpo.weight_wire.adapter_names import is_adapter, served_weight_of
 from torchtitan.grpo.weight_wire.buckets import WIRE_DTYPES, is_exact_in

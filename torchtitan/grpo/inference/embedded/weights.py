@@ -14,6 +14,7 @@ The second copy stays on the GPU and reads and writes every byte once: 10 ms for
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from enum import Enum
 from typing import Any
 
 import torch
@@ -21,6 +22,33 @@ import torch
 from torchtitan.grpo.system.own_streams import new_stream
 from torchtitan.grpo.weight_wire.buckets import aligned
 from torchtitan.grpo.weight_wire.checksum import tensor_checksum
+
+
+class Residence(Enum):
+    """The state of the weights::
+
+    SERVED --sleep--> ASLEEP --wake--> EMPTY --all weights pushed--> SERVED
+                         ^               |
+                         +---- sleep ----+
+
+    Requests are taken only in SERVED, and updates in SERVED and EMPTY.
+    """
+
+    SERVED = "served"
+    ASLEEP = "asleep"
+    EMPTY = "empty"
+
+    @property
+    def refusal(self) -> str | None:
+        """Why no request is taken, and what to do; ``None`` if they are."""
+        if self is Residence.ASLEEP:
+            return (
+                "The server is asleep. Send POST /resume_memory_occupation, and then push all of the "
+                "weights."
+            )
+        if self is Residence.EMPTY:
+            return "The server has slept and holds no weights. Push all of the weights first."
+        return None
 
 
 class WeightTable:

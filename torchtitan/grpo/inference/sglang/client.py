@@ -27,13 +27,8 @@ from torchtitan.grpo.inference.client import (
     SleepFrees,
 )
 from torchtitan.grpo.inference.http import HttpClient, excerpt
-from torchtitan.grpo.inference.identify import require_kind
-from torchtitan.grpo.inference.server_spec import (
-    LaunchCommand,
-    ServerSpec,
-    batched_tokens,
-    seed_option,
-)
+from torchtitan.grpo.inference.join_check import require_kind
+from torchtitan.grpo.inference.kinds import LaunchCommand, ServerSpec, batched_tokens, seed_option
 from torchtitan.grpo.inference.sglang import answers
 from torchtitan.grpo.types import GenerateRequest, Generation, ServerKind
 from torchtitan.grpo.weight_wire.adapter_names import served_weight_of

@@ -7,7 +7,7 @@
 
 Run it by path, with the interpreter of SGLang's environment and SGLang's own options. It adds:
 
-- `guard.py` before SGLang's routes. SGLang never learns the keys, because it shows them in its log
+- `access.RequestGuard` before SGLang's routes. SGLang never learns the keys, because it shows them in its log
   and in ``/server_info``; its requests to itself at the start get their key here.
 - A meeting point of its workers in memory, in place of a store that listens on all interfaces.
 - On a CPU, stand-ins for two modules that SGLang imports and never calls, and that do not load
@@ -112,8 +112,7 @@ def refuse_unguarded(arguments: list[str]) -> None:
 
 def guard_routes() -> None:
     runpy.run_path(str(_LIGHT_START))["install_bare_package"]()
-    from torchtitan.grpo.inference.access import keys_of_environment
-    from torchtitan.grpo.inference.guard import RequestGuard
+    from torchtitan.grpo.inference.access import RequestGuard, keys_of_environment
 
     _load_plugins()
     from sglang.srt.entrypoints import http_server  # pyright: ignore[reportMissingImports]

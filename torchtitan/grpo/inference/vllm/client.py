@@ -36,21 +36,9 @@ from torchtitan.grpo.inference.client import (
     SleepFrees,
 )
 from torchtitan.grpo.inference.http import HttpClient, RouteError, excerpt
-from torchtitan.grpo.inference.identify import require_kind
-from torchtitan.grpo.inference.server_spec import (
-    LaunchCommand,
-    ServerSpec,
-    batched_tokens,
-    seed_option,
-)
+from torchtitan.grpo.inference.join_check import require_kind
+from torchtitan.grpo.inference.kinds import LaunchCommand, ServerSpec, batched_tokens, seed_option
 from torchtitan.grpo.inference.vllm import answers
-from torchtitan.grpo.inference.vllm.examine import (
-    ALL_OPTIONS,
-    GUARD,
-    NO_ROOM,
-    WRONG_LOGPROBS,
-    examine,
-)
 from torchtitan.grpo.types import GenerateRequest, Generation
 from torchtitan.grpo.weight_wire.group_facts import GroupFacts, facts_from_json
 from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec, WeightGroupInfo
@@ -141,14 +129,14 @@ class VLLMClient(HttpClient):
     async def describe(self, temperature: float) -> ServerFacts:
         identity = await require_kind(self._http, "vllm")
         card = await self._model_card()
-        found = await examine(self._http)
+        found = await answers.examine(self._http)
         if found.can_generate and temperature not in (0.0, 1.0):
             try:
                 await self._require_processed_logprobs([0])
             except LogprobsError:
-                found.problems.append(WRONG_LOGPROBS)
+                found.problems.append(answers.WRONG_LOGPROBS)
         if found.problems:  # not each of them shows while another is missing
-            found.problems.append(ALL_OPTIONS)
+            found.problems.append(answers.ALL_OPTIONS)
         return ServerFacts(
             software=identity.software,
             release=identity.software.removeprefix("vLLM").strip() or None,
@@ -230,7 +218,7 @@ class VLLMClient(HttpClient):
         )
         has_room, text = probe.status == 200, excerpt(probe.body)
         if not has_room:
-            if NO_ROOM not in text:
+            if answers.NO_ROOM not in text:
                 message = f"{self.url}{route} refused to join a weight group: {text}"
                 raise RouteError(message, probe.status)
             logger.warning("%s is paused while it receives weights: %s", self.url, text)
@@ -375,7 +363,7 @@ def launch_command(spec: ServerSpec) -> LaunchCommand:
         json.dumps({"backend": "torchtitan_grpo"}, allow_nan=False),
     ]
     command += ["--worker-extension-cls", _WORKER_EXTENSION]
-    command += ["--middleware", GUARD]
+    command += ["--middleware", answers.GUARD]
     command += ["--tensor-parallel-size", str(spec.tensor_parallel_size)]
     if spec.is_lent and spec.device == "cuda":  # the CPU build refuses the option
         command += ["--enable-sleep-mode"]

@@ -10,7 +10,7 @@ call any method of its workers through ``/collective_rpc``.
 
 from typing import Any
 
-from torchtitan.grpo.inference.guard import RequestGuard
+from torchtitan.grpo.inference.access import RequestGuard
 
 _OPEN = ("/health",)
 # Routes that generate or only report. What vLLM has besides (LoRA adapters are loaded below /v1, too)

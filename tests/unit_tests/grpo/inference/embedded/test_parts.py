@@ -13,7 +13,6 @@ import torch
 from torchtitan.grpo.inference.client import MAX_TOP_TOKENS
 from torchtitan.grpo.inference.embedded.bodies import MAX_PROMPTS, GenerateBody, ModelFacts, parse
 from torchtitan.grpo.inference.embedded.request import Request
-from torchtitan.grpo.inference.embedded.residence import Residence
 from torchtitan.grpo.inference.embedded.sampling import (
     SamplingBatch,
     SamplingParams,
@@ -22,7 +21,7 @@ from torchtitan.grpo.inference.embedded.sampling import (
 )
 from torchtitan.grpo.inference.embedded.server import EngineMonitor
 from torchtitan.grpo.inference.embedded.step_layout import upload
-from torchtitan.grpo.inference.embedded.weights import WeightTable
+from torchtitan.grpo.inference.embedded.weights import Residence, WeightTable
 from torchtitan.grpo.weight_wire.buckets import split_bucket
 from torchtitan.grpo.weight_wire.checksum import tensor_checksum
 from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec

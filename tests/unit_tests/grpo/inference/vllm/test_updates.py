@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from torchtitan.grpo.inference.vllm.examine import NO_ROOM
+from torchtitan.grpo.inference.vllm.answers import NO_ROOM
 from torchtitan.grpo.inference.vllm.updates import (
     UpdateRequest,
     WorkerUpdates,

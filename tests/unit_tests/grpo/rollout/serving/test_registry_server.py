@@ -11,8 +11,8 @@ import aiohttp
 import pytest
 from server_kinds import held_port
 
-from torchtitan.grpo.inference.registrar import Registrar
 from torchtitan.grpo.inference.registry import Registration, RegistryFolder
+from torchtitan.grpo.inference.serve import Registrar
 from torchtitan.grpo.rollout.serving.registry_server import RegistryServer
 
 ONE = Registration("http://10.0.0.1:8000", "embedded", "alpha", 12, 100.0)

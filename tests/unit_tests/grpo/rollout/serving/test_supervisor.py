@@ -19,8 +19,8 @@ import pytest
 from server_kinds import held_port
 
 from torchtitan.grpo.config import Inference
+from torchtitan.grpo.inference.kinds import ServerSpec
 from torchtitan.grpo.inference.local_servers import LaunchedServer
-from torchtitan.grpo.inference.server_spec import ServerSpec
 from torchtitan.grpo.rollout.serving import supervisor
 from torchtitan.grpo.rollout.serving.server_state import Server
 from torchtitan.grpo.system.child import start_child
