@@ -253,7 +253,7 @@ class _Reader:
                 break
             if token in _BETWEEN:
                 below = self.read_up_to(closing)
-                return f"{_BETWEEN[token]}{{{''.join(parts)}}}{{{below}{'}'}"
+                return f"{_BETWEEN[token]}{{{''.join(parts)}}}{{{below}}}"
             parts.append(self._read_item(token, before))
             before = before if _BLANK.fullmatch(token) else token
         return "".join(parts)
@@ -266,7 +266,7 @@ class _Reader:
         if token in ("_", "^"):
             number = int(before == "\\log" or self._next().startswith("\\"))
         if token == "\\sqrt" and self._next() == "[":
-            self._take()
+            self._tokens.pop()
             token += f"[{self.read_up_to(']')}]"
         if token in _FRACTIONS:
             token = "\\frac"
@@ -275,7 +275,7 @@ class _Reader:
     def _read_argument(self) -> str:
         if self._next() in ("", "}"):
             return ""
-        argument = self._read_item(self._take(), "")
+        argument = self._read_item(self._tokens.pop(), "")
         return argument if argument.startswith("{") else f"{{{argument}}}"
 
     def _next(self) -> str:
@@ -283,6 +283,3 @@ class _Reader:
         while self._tokens and _BLANK.fullmatch(self._tokens[-1]):
             self._tokens.pop()
         return self._tokens[-1] if self._tokens else ""
-
-    def _take(self) -> str:
-        return self._tokens.pop()

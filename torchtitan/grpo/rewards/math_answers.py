@@ -38,9 +38,9 @@ _RELATION = re.compile(
 )
 _JOINED = re.compile(r"(?<![A-Za-z])(and|or)(?![A-Za-z])")
 # What may stand before the equals sign of an answer: a name, and no equation to be solved.
-_LATEX_LETTERS = re.compile(r"\\[A-Za-z]+")
-_GREEK = re.compile(
-    r"\\(?:alpha|beta|gamma|[dD]elta|epsilon|theta|lambda|mu|rho|sigma|tau|phi|omega|angle)(?![A-Za-z])"
+_NO_NAMES = re.compile(
+    r"\\(?!(?:alpha|beta|gamma|[dD]elta|epsilon|theta|lambda|mu|rho|sigma|tau|phi|omega|angle)(?![A-Za-z]))"
+    r"[A-Za-z]+"
 )
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")
 _INDEX = re.compile(r"_\s*(?:\{[^{}]*\}|\w)")
@@ -151,9 +151,8 @@ def _equation_says(given: str, wanted: str) -> bool:
 
 
 def _variables(text: str) -> set[str]:
-    text = _INDEX.sub("", TEXT.sub("T", text))
-    named = set(_GREEK.findall(text))
-    return named | set(re.findall(r"[A-Za-z]", _LATEX_LETTERS.sub(" ", text)))
+    text = _NO_NAMES.sub(" ", _INDEX.sub("", TEXT.sub("T", text)))
+    return set(re.findall(r"\\[A-Za-z]+|[A-Za-z]", text))
 
 
 def _is_name(text: str) -> bool:

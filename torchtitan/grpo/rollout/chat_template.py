@@ -330,7 +330,10 @@ class _TemplateProcess:
         self._lock = threading.Lock()
         self._worker: WorkerProcess[dict[str, Any]] | None = None
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="templates", daemon=True).start()
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="templates", daemon=True
+        )
+        self._thread.start()
 
     def ask(self, request: dict[str, Any]) -> str | None:
         """Returns the text; raises ValueError if the template raises, reaches a limit, or has no tokenizer.
@@ -360,8 +363,11 @@ class _TemplateProcess:
         return found["text"]
 
     def close(self) -> None:
+        """Ends the worker, also while another thread waits for it."""
         if self._worker is not None:
             self._wait(self._worker.kill(), _EXIT_SECONDS)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_EXIT_SECONDS)
 
     def _exchange(self, request: dict[str, Any]) -> dict[str, Any] | None:
         """Returns ``None`` if the worker has ended without an answer."""

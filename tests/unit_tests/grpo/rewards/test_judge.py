@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 import numpy as np
 import pytest
 from aiohttp import web
+from reward_pools import reward_pool
 from stub_clients import answering, serving
 
 from torchtitan.grpo.config import Judge as Settings
@@ -75,12 +76,9 @@ async def started_pool(
 ) -> AsyncIterator[RewardPool]:
     reward = Reward(judge=settings, timeout_seconds=20.0)
     on_failure = (drops or DropLog(lambda text: None)).record_scoring
-    pool = RewardPool([function], reward, workers=Workers(**workers), on_failure=on_failure)
-    try:
-        await pool.start()
+    given = {"workers": Workers(**workers), "on_failure": on_failure}
+    async with reward_pool([function], reward, **given) as pool:
         yield pool
-    finally:
-        await pool.close()
 
 
 async def ask(settings: Settings, *completions: Any, prompt: Any = "", **columns: Any) -> Any:
@@ -105,13 +103,13 @@ async def test_the_requests_of_all_groups_are_with_the_judge_at_once():
         if len(texts) == 6:
             all_here.set()
         await all_here.wait()
-        return f"It is {text}."
+        return f"Score: {text}"
 
     async with judging(answer) as server, started_pool(server.settings) as pool:
         groups = [[str(2 * i), str(2 * i + 1)] for i in range(3)]
         found = await asyncio.gather(*(pool.score(PROMPT, g, [[1], [2]]) for g in groups))
     assert [scored.values for scored in found] == [[[0.0, 1.0]], [[2.0, 3.0]], [[4.0, 5.0]]]
-    assert found[0].extra == {"judge": ["It is 0.", "It is 1."]}
+    assert found[0].extra == {"judge": ["Score: 0", "Score: 1"]}
 
 
 async def test_no_more_requests_than_allowed_are_sent_and_equal_ones_once():

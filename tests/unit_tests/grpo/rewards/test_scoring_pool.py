@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from processes import descendants
+from reward_pools import WORKER, reward_pool
 
 from torchtitan.grpo.config import Reward, Workers
 from torchtitan.grpo.rewards.scoring_pool import RewardError, RewardPool, ScoringFailed
@@ -62,7 +63,6 @@ def take(completions, **kw):
 
 PROMPT = Prompt(0, "2+2=", np.array([1], np.int32), {"answer": "4"})
 IDS = [[1], [2, 3]]
-WORKER = "torchtitan.grpo.rewards.scoring_worker"
 
 
 @pytest.fixture
@@ -77,13 +77,8 @@ async def started_pool(
     *names: str, seconds: float = 20.0, failures: int = 100, workers: Workers | None = None
 ) -> AsyncIterator[RewardPool]:
     limits = Reward(timeout_seconds=seconds, max_consecutive_failures=failures)
-    pool = RewardPool(names, limits, workers=workers)
-    try:
-        await pool.start()
+    async with reward_pool(names, limits, workers=workers) as pool:
         yield pool
-    finally:
-        await pool.close()
-    assert not descendants(WORKER), "a worker outlived its pool"
 
 
 async def values(pool: RewardPool, *arguments: Any) -> list[list[float | None]]:

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from processes import descendants
+from reward_pools import WORKER, reward_pool
 
 from torchtitan.grpo.config import Reward
 from torchtitan.grpo.rewards import scoring_pool, scoring_workers
@@ -105,8 +106,6 @@ def in_thread(completions, folder, **kw):
     return [float(os.getpid())] * len(completions)
 """
 
-WORKER = "torchtitan.grpo.rewards.scoring_worker"
-
 
 @contextlib.asynccontextmanager
 async def started_pool(
@@ -120,13 +119,8 @@ async def started_pool(
     file.write_text(FUNCTIONS)
     settings = Reward(concurrency=concurrency, max_consecutive_failures=failures)
     functions = [name if name in NAMES else f"{file}:{name}" for name in names]
-    pool = RewardPool(functions, settings, on_failure=on_failure)
-    try:
-        await pool.start()
+    async with reward_pool(functions, settings, on_failure=on_failure) as pool:
         yield pool
-    finally:
-        await pool.close()
-    assert not descendants(WORKER), "a worker outlived its pool"
 
 
 async def score(pool: RewardPool, what: str, folder: Path) -> float | None:

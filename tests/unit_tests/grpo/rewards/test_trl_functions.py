@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from reward_pools import reward_pool
 
 from torchtitan.grpo.config import Reward
 from torchtitan.grpo.rewards.reward_loading import short_names
-from torchtitan.grpo.rewards.scoring_pool import RewardPool
 from torchtitan.grpo.types import Prompt
 
 # The signatures are those of https://huggingface.co/docs/trl/grpo_trainer and of trl.rewards.
@@ -101,11 +101,9 @@ async def test_a_file_for_trl_runs_unchanged(concurrency: int, tmp_path: Path):
     (file := tmp_path / "trl_rewards.py").write_text(FUNCTIONS)
     names = [f"{file}:{name}" for name in EXPECTED]
     assert short_names(names) == list(EXPECTED)
-    pool = RewardPool(names, Reward(concurrency=concurrency), max_steps=4)
-    pool.next_step = lambda: 3
     texts = ["2+2=", [{"role": "user", "content": "2+2="}]]
-    try:
-        await pool.start()
+    async with reward_pool(names, Reward(concurrency=concurrency), max_steps=4) as pool:
+        pool.next_step = lambda: 3
         for text, column in zip(texts, zip(*EXPECTED.values(), strict=True), strict=True):
             prompt = Prompt(0, text, np.array([1], np.int32), COLUMNS)
             which = [i for i, values in enumerate(column) if values != ""]
@@ -114,5 +112,3 @@ async def test_a_file_for_trl_runs_unchanged(concurrency: int, tmp_path: Path):
             assert scored.values == [column[i] for i in which]
             assert scored.extra == {"golden_answer": ["4", "4"]}
             assert scored.metrics == {"accuracy": 0.25}
-    finally:
-        await pool.close()

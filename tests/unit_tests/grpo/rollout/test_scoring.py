@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from aiohttp import web
+from reward_pools import reward_pool
 from rollouts import generation
 from stub_clients import serving
 
@@ -86,17 +87,13 @@ async def test_a_completion_that_a_function_with_a_weight_could_not_score_is_uns
 ):
     short, weights, texts, rewards, causes = SUMS[case]
     names = [name if name == "boxed_math" else f"{functions}:{name}" for name in short]
-    pool = RewardPool(names, Reward())
     generations = [generation(codec.encode(text)) for text in texts]
     prompt = replace(PROMPT, columns={"answer": None})
-    try:
-        await pool.start()
+    async with reward_pool(names) as pool:
         scorer = Scorer(pool, codec, names, weights)
         rollouts = await scorer.score(prompt, generations)
         scorer.unscorable_value = -1.0
         valued = await scorer.score(prompt, generations)
-    finally:
-        await pool.close()
     assert [rollout.reward for rollout in rollouts] == rewards
     assert [rollout.unscored for rollout in rollouts] == causes
     with_value = [-1.0 if c == "policy" else r for r, c in zip(rewards, causes, strict=True)]
@@ -119,13 +116,10 @@ async def test_an_unreadable_verdict_leaves_its_completion_unscored_and_no_other
     generations = [generation(codec.encode(text)) for text in ("1", "12", "123")]
     async with serving(judge) as url:
         settings = Judge(url=url, model="m", template="{completion}", retries=0)
-        pool = RewardPool(names, Reward(judge=settings))
-        try:
-            await pool.start()
-            rollouts = await Scorer(pool, codec, names, [0.1, 1.0]).score(PROMPT, generations)
-            alone = await Scorer(pool, codec, names, [0.1, 1.0]).score(PROMPT, generations[:1])
-        finally:
-            await pool.close()
+        async with reward_pool(names, Reward(judge=settings)) as pool:
+            scorer = Scorer(pool, codec, names, [0.1, 1.0])
+            rollouts = await scorer.score(PROMPT, generations)
+            alone = await scorer.score(PROMPT, generations[:1])
     assert [rollout.reward for rollout in rollouts] == [
         None,
         pytest.approx(2.4),
@@ -138,12 +132,10 @@ async def test_what_functions_log_is_kept_with_each_rollout_and_averaged_over_gr
     functions, codec
 ):
     names = [f"{functions}:{name}" for name in ("described", "judged", "uneven", "short")]
-    pool = RewardPool(names, Reward(), max_steps=10)
-    pool.next_step = lambda: 7
-    scorer = Scorer(pool, codec, names[:2], [], names[3])
     groups = []
-    try:
-        await pool.start()
+    async with reward_pool(names, max_steps=10) as pool:
+        pool.next_step = lambda: 7
+        scorer = Scorer(pool, codec, names[:2], [], names[3])
         for texts in (["12", "1"], ["123456", "2"]):
             generations = [generation(codec.encode(text)) for text in texts]
             rollouts = await scorer.score(PROMPT, generations)
@@ -154,8 +146,6 @@ async def test_what_functions_log_is_kept_with_each_rollout_and_averaged_over_gr
         assert [rollout.completion for rollout in accepted] == ["1"]
         with pytest.raises(ScoringFailed, match="logged cannot be sent"):
             await scorer.accepted(PROMPT, groups[0].rollouts[:1])
-    finally:
-        await pool.close()
     first, second = groups[0].rollouts
     assert first.logged == {"characters": ["1", "2"], "object": "<class 'object'>"}
     assert second.logged == {"characters": ["1"], "object": "1j"}
