@@ -12,8 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan.grpo.data.feed import Feed, RankZeroFailed, Signal, TrainBatch
 from torchtitan.grpo.models.shards import local_tensor
-from torchtitan.grpo.training.freed_memory import Copies, CudaMemory, Room
-from torchtitan.grpo.training.loan import Loan, LoanFailed
+from torchtitan.grpo.training.loan import Copies, CudaMemory, Loan, LoanFailed, Room
 
 
 class SecondMemory(CudaMemory):

@@ -10,7 +10,7 @@ import torch
 from recorded import Stream
 from recorder import Recorder
 
-from torchtitan.grpo.training.freed_memory import CudaMemory, Room
+from torchtitan.grpo.training.loan import CudaMemory, Room
 
 CUDA = torch.device("cuda", 0)
 

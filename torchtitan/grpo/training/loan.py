@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Lends the devices of all ranks to servers, and takes them back.
+"""Lends the devices of all ranks to servers, and reclaims them.
 
 Rank 0 announces a loan while it waits for the first part of a batch, so that the other ranks wait
 for that batch in :meth:`Loan.receive`. All ranks make room and meet, and only then are servers
@@ -10,24 +10,222 @@ batch, while servers start and evaluate, and after the last one. They are never 
 of a batch that arrives in parts, because its gradient is incomplete then. Which servers wake and
 sleep is the lender's to say (`rollout/lending/lender.py`).
 
+A rank gives up gradients, parameters that FSDP2 has gathered, and memory that torch caches. With
+``optimizer.offload_while_lent``, the optimizer's states wait in pinned host memory. Parameters, the
+reference, and the pools of compiled code and CUDA graphs stay.
+
 The training loop calls :meth:`Loan.before_wait`, ``on_batch``, ``before_step`` and ``metrics``.
 """
 
+import mmap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from torchtitan.grpo.config.cluster import count_servers, lent_groups, server_groups
 from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.data.feed import Feed, Signal, TrainBatch
+from torchtitan.grpo.models.shards import local_tensor
 from torchtitan.grpo.system.errors import RunError
+from torchtitan.grpo.system.host_memory import pin
 from torchtitan.grpo.system.logs import logger
+from torchtitan.grpo.system.own_streams import new_stream
 from torchtitan.grpo.training.frame import Trainer
-from torchtitan.grpo.training.freed_memory import CudaMemory, Room
 from torchtitan.grpo.training.learner import Learner
 from torchtitan.grpo.training.reference import Reference
+
+_WAIT_SECONDS = 120.0
+# Interval at which the host polls a CUDA event, because waiting for an event has no timeout.
+_POLL_SECONDS = 0.002
+
+Copies = Sequence[tuple[torch.Tensor, torch.Tensor]]
+"""Targets with their sources, of which each is a plain tensor or a DTensor."""
+
+
+class CudaMemory:
+    """Memory of a GPU and of its host. Copies back run on a stream of their own, beside the forward pass."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None
+        self._copied: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+        self._timed: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+
+    def host_like(self, state: torch.Tensor) -> torch.Tensor:
+        """Makes host memory for a state."""
+        host = torch.empty_like(state, device="cpu")
+        local = host._local_tensor if isinstance(host, DTensor) else host
+        if local.nbytes:
+            # In pages of its own, because a page can be pinned only once. Not `pin_memory=True`, which
+            # rounds each size up to a power of two.
+            pages = torch.frombuffer(
+                mmap.mmap(-1, local.untyped_storage().nbytes()), dtype=torch.uint8
+            )
+            local.set_(pages.untyped_storage(), 0, local.shape, local.stride())
+            pin(
+                [pages],
+                purpose="the optimizer's states",
+                remedy="set optimizer.offload_while_lent = false",
+            )
+        return host
+
+    def state_like(self, host: torch.Tensor) -> torch.Tensor:
+        """Makes memory on the device for a state that is in host memory."""
+        # Its memory belongs to the pool of the current stream, which also frees it.
+        return torch.empty_like(host, device=self._device)
+
+    @torch.no_grad()
+    def copy_out(self, copies: Copies) -> None:
+        """Copies states to host memory. Waits, so that their memory can be freed."""
+        for host, state in copies:
+            local_tensor(host).copy_(local_tensor(state), non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record()
+        deadline = time.monotonic() + _WAIT_SECONDS
+        while not copied.query():
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    "The optimizer's states must be in host memory within "
+                    f"{_WAIT_SECONDS:g} s (optimizer.offload_while_lent), but their copy has not "
+                    "ended, because earlier work of the training has not ended."
+                )
+            time.sleep(_POLL_SECONDS)
+
+    @torch.no_grad()
+    def start_copies_back(self, copies: Copies) -> None:
+        """Starts to copy states to the device, without waiting."""
+        if self._stream is None:
+            self._stream = new_stream(self._device)
+        # The new memory may have been used by earlier work of the training stream.
+        self._stream.wait_stream(torch.cuda.current_stream())
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        with torch.cuda.stream(self._stream):
+            before.record()
+            for state, host in copies:
+                local_tensor(state).copy_(local_tensor(host), non_blocking=True)
+            after.record()
+        self._copied = before, after
+
+    def await_copies(self) -> None:
+        """Orders later work on the device after the copies that were started."""
+        if self._copied is None:
+            return
+        torch.cuda.current_stream().wait_event(self._copied[1])
+        self._timed, self._copied = self._copied, None
+
+    def take_copy_seconds(self) -> float:
+        """Returns the duration of the last copies back that have ended, once, and then 0."""
+        if self._timed is None or not self._timed[1].query():
+            return 0.0
+        (before, after), self._timed = self._timed, None
+        return before.elapsed_time(after) / 1e3
+
+    def release(self) -> int:
+        """Returns unused memory to the system, and tells how many bytes."""
+        before = torch.cuda.memory_reserved(self._device)
+        torch.cuda.empty_cache()
+        return before - torch.cuda.memory_reserved(self._device)
+
+
+class Room:
+    """The memory that one rank gives up and reclaims, on the training thread.
+
+    Give up only between batches: gradients of a batch that is incomplete would be lost. All
+    methods may be called at any other time, and repeated calls have no further effect. States that
+    were given up can be read, such as for a checkpoint: they are in host memory then.
+
+    ``parts`` are all models on the device. ``memory`` is None on a CPU, where freed tensors return to
+    the system, and states have nowhere to move to. ``offloads`` is ``optimizer.offload_while_lent``.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[nn.Module],
+        optimizers: Iterable[torch.optim.Optimizer],
+        memory: CudaMemory | None = None,
+        *,
+        offloads: bool = False,
+    ) -> None:
+        assert memory is not None or not offloads, "optimizer.offload_while_lent is refused on CPU"
+        self._parameters = [p for part in parts for p in part.parameters()]
+        self._sharded = [m for part in parts for m in part.modules() if isinstance(m, FSDPModule)]
+        self._optimizers = list(optimizers)
+        self._memory, self._offloads = memory, offloads
+        # Host memory is made once. A state is known by its parameter and its name.
+        self._hosts: dict[tuple[torch.Tensor, str], torch.Tensor] = {}
+        self._given: set[tuple[torch.Tensor, str]] = set()
+
+    def give(self) -> int:
+        """Gives up memory. Returns the bytes that the system has now, beside those of last time.
+
+        Raises TimeoutError if the copy to host memory does not end, and RuntimeError if host memory
+        is short.
+        """
+        self.finish_reclaim()
+        freed = 0
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                freed += local_tensor(parameter.grad).nbytes
+                parameter.grad = None
+        for module in self._sharded:
+            module.reshard()
+        if self._memory is None:
+            return freed
+        if self._offloads:
+            self._move_states_out(self._memory)
+        return self._memory.release()
+
+    def reclaim(self) -> None:
+        """Starts to bring the optimizer's states back. They may be used after finish_reclaim."""
+        if self._memory is None:
+            return
+        copies = []
+        for states, parameter, name in self._states():
+            if (parameter, name) in self._given:
+                host = states[name]
+                states[name] = self._memory.state_like(host)
+                copies.append((states[name], host))
+        self._given.clear()
+        if copies:
+            self._memory.start_copies_back(copies)
+
+    def finish_reclaim(self) -> None:
+        """Orders what follows, such as the optimizer step, after the copies of :meth:`reclaim`."""
+        if self._memory is not None:
+            self._memory.await_copies()
+
+    def reclaim_seconds(self) -> float:
+        """Returns how long the last :meth:`reclaim` copied, once; 0 if there is nothing new."""
+        return 0.0 if self._memory is None else self._memory.take_copy_seconds()
+
+    def _move_states_out(self, memory: CudaMemory) -> None:
+        copies = []
+        for states, parameter, name in self._states():
+            key = (parameter, name)
+            if key in self._given:
+                continue
+            if key not in self._hosts:
+                self._hosts[key] = memory.host_like(states[name])
+            copies.append((self._hosts[key], states[name]))
+        if not copies:
+            return
+        memory.copy_out(copies)
+        for states, parameter, name in self._states():
+            states[name] = self._hosts[parameter, name]
+            self._given.add((parameter, name))
+
+    def _states(self) -> Iterable[tuple[dict[str, torch.Tensor], torch.Tensor, str]]:
+        """Yields the dict, the parameter and the name of each state, but not counts of steps."""
+        for optimizer in self._optimizers:
+            for parameter, states in optimizer.state.items():
+                for name, state in states.items():
+                    if isinstance(state, torch.Tensor) and state.ndim > 0:
+                        yield states, parameter, name
 
 
 class LoanFailed(RunError):

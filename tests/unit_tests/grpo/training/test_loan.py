@@ -8,7 +8,7 @@ import copy
 import pytest
 import torch
 
-from torchtitan.grpo.training.freed_memory import CudaMemory, Room
+from torchtitan.grpo.training.loan import CudaMemory, Room
 
 SETTINGS = {"lr": 1e-2, "weight_decay": 0.1, "muon_lr": 2e-2, "muon_dtype": "float32"}
 
