@@ -11,8 +11,9 @@ from functools import partial
 from typing import Any
 
 from torchtitan.grpo.config import RolloutProcessConfig
+from torchtitan.grpo.rollout.agents.answering import EpisodeSettings
 from torchtitan.grpo.rollout.agents.endpoint import AgentEndpoint
-from torchtitan.grpo.rollout.agents.episode import AgentEpisode, EpisodeSettings
+from torchtitan.grpo.rollout.agents.episode import AgentEpisode
 from torchtitan.grpo.rollout.agents.programs import Access, Programs, make_programs, reward_of
 from torchtitan.grpo.rollout.agents.tool_calls import parser_of
 from torchtitan.grpo.rollout.drops import DropLog
