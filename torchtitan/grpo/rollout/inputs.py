@@ -22,7 +22,8 @@ from torchtitan.grpo.rewards.gold_values import gold_judge
 from torchtitan.grpo.rewards.scoring_pool import RewardError, RewardPool
 from torchtitan.grpo.rollout.agents.writer import Agents
 from torchtitan.grpo.rollout.drops import DropLog
-from torchtitan.grpo.rollout.environments import EnvironmentPool, EnvironmentsFailing
+from torchtitan.grpo.rollout.environments import EnvironmentsFailing
+from torchtitan.grpo.rollout.environments.environment_pool import EnvironmentPool
 from torchtitan.grpo.rollout.model_match import model_warnings, prompt_notes
 from torchtitan.grpo.rollout.prompts import (
     PromptSet,

@@ -23,10 +23,10 @@ from torchtitan.grpo.inference.kinds import IDLE_SECONDS, kind_row
 from torchtitan.grpo.inference.urls import checked_urls
 from torchtitan.grpo.rewards.reward_loading import short_names
 from torchtitan.grpo.rollout.admission import Admission
-from torchtitan.grpo.rollout.agents.writer import AgentWriter
+from torchtitan.grpo.rollout.agents.writer import EpisodeWriter
 from torchtitan.grpo.rollout.device_requests import DeviceRequests
 from torchtitan.grpo.rollout.drops import DropLog
-from torchtitan.grpo.rollout.environments import Episodes
+from torchtitan.grpo.rollout.environments.episode import Episodes
 from torchtitan.grpo.rollout.evaluator import Evaluator, HeldOut
 from torchtitan.grpo.rollout.inputs import (
     EnvironmentInputs,
@@ -225,7 +225,7 @@ def make_writer(
     ends = [*config.eos_token_ids, *rollout.stop_token_ids]
     sampling = replace(sampling, unknown_ids=codec.unknown_ids(config.vocab_size, ends))
     if one.agents is not None:
-        return AgentWriter(places, sampling, config, codec, one.agents)
+        return EpisodeWriter(places, sampling, config, codec, one.agents)
     if one.pool is not None:
         stop_ids = [*sampling.stop_token_ids, *_turn_ends(one.pool.stop_strings, codec)]
         sampling = replace(sampling, stop_token_ids=tuple(dict.fromkeys(stop_ids)))

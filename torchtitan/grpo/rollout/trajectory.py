@@ -21,7 +21,8 @@ import numpy as np
 
 from torchtitan.grpo.config import Rollout
 from torchtitan.grpo.inference.client import ServerError
-from torchtitan.grpo.rollout.environments import EnvironmentFailed, Episode, Episodes
+from torchtitan.grpo.rollout.environments import EnvironmentFailed
+from torchtitan.grpo.rollout.environments.episode import Episode, Episodes
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher, Server
 from torchtitan.grpo.rollout.serving.requests import Sampling
 from torchtitan.grpo.rollout.serving.spare_slots import SpareSlots

@@ -20,13 +20,18 @@ import pytest
 from processes import descendants
 from stub_clients import StubClient
 
-from torchtitan.grpo.config import Rollout
+from types import SimpleNamespace
+
+from torchtitan.grpo.config import Agent, Rollout, Workers
+from torchtitan.grpo.rollout.agents.writer import EpisodeWriter
+from torchtitan.grpo.rollout.drops import DropLog
+from torchtitan.grpo.rollout.environments.program import Environments
 from torchtitan.grpo.rollout.environments import (
     EnvironmentFailed,
-    EnvironmentPool,
     EnvironmentsFailing,
-    Episodes,
 )
+from torchtitan.grpo.rollout.environments.environment_pool import EnvironmentPool
+from torchtitan.grpo.rollout.environments.episode import Episodes
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher
 from torchtitan.grpo.rollout.serving.requests import Sampling
 from torchtitan.grpo.rollout.tokenizer import TextCodec
@@ -399,3 +404,74 @@ def test_special_tokens_in_what_a_tool_answers_are_plain_text(codec: TextCodec):
     assert EOS not in plain and len(plain) == 5
     assert codec.encode_observation("1<eos>", has_special_tokens=True)[-1] == EOS
     assert codec.encode("<eos>") == [EOS]
+
+
+@contextlib.asynccontextmanager
+async def new_world(codec, folder, turns, *, max_new_tokens=60, **settings: Any):
+    defaults = {"environment": f"{folder / 'mine.py'}:Echo", "max_turns": 8}
+    rollout = Rollout(request_timeout_seconds=30, **defaults | settings)
+    config: Any = SimpleNamespace(
+        rollout=rollout, agent=Agent(), workers=Workers(), vocab_size=128, seq_len=400
+    )
+    players = Environments(config, DropLog())
+    try:
+        await players.start()
+        stop_ids = (EOS, *(codec.encode(text)[0] for text in players.stop_strings))
+        server = Server(codec, turns)
+        dispatcher = Dispatcher([server], rollout, vocab_size=128)
+        dispatcher.set_version(server.url, 4)
+        sampling = Sampling(max_new_tokens, 400, 1.0, 1.0, -1, stop_ids)
+        writer = EpisodeWriter(dispatcher, sampling, config, codec, players)
+
+        async def write(text="7->", **columns: Any):
+            ids = np.array(codec.encode(text), np.int32)
+            place = dispatcher.choose(lambda version: True)
+            return await writer.start(Prompt(0, text, ids, columns), place).task
+
+        yield SimpleNamespace(write=write, server=server, writer=writer)
+        assert dispatcher.in_flight == 0
+    finally:
+        await players.close()
+
+
+CASES = [
+    (TURNS, {}, "7->", {}),
+    (TURNS, {"max_turns": 2}, "7->", {}),
+    (TURNS, {"max_new_tokens": 17}, "7->", {}),
+    (TURNS, {}, "7->", {"what": "huge"}),
+    (TURNS, {}, "7->", {"what": "nothing"}),
+    (["x=", "12*34=", "$"], {"environment": "calculator"}, "12*34->", {"answer": "408"}),
+    (["1+*=", "9$"], {"environment": "calculator"}, "1+1->", {"answer": 2}),
+    (["3*4=", ".", "7-8=", "12$"], {"environment": "calculator"}, "3*4->", {"answer": [12, "x"]}),
+    (["(2+3)*4=", "9=", "1=", "$"], {"environment": "calculator", "max_turns": 3}, "5->", {"answer": "1"}),
+    (["12*3=", "45$"], {"environment": "calculator", "max_new_tokens": 8}, "5->", {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("segment_tokens", [0, 1, 2, 3])
+@pytest.mark.parametrize("case", range(len(CASES)))
+async def test_both_forms_write_the_same(open_world, codec, tmp_path, case, segment_tokens):
+    turns, settings, text, columns = CASES[case]
+    settings = settings | {"segment_tokens": segment_tokens}
+    async with open_world(turns, **settings) as old:
+        before = await old.write(text, **columns)
+    async with new_world(codec, tmp_path, turns, **settings) as new:
+        after = await new.write(text, **columns)
+    assert new.server.contexts == old.server.contexts
+    assert after.token_ids.tolist() == before.token_ids.tolist()
+    np.testing.assert_array_equal(after.sampled, before.sampled)
+    np.testing.assert_array_equal(after.logprobs, before.logprobs)
+    for name in (
+        "finish_reason",
+        "segments",
+        "environment_reward",
+        "num_context",
+        "new_rows",
+        "apart",
+    ):
+        assert getattr(after, name) == getattr(before, name), name
+    print(
+        repr(
+            (codec.decode(after.token_ids.tolist()), after.finish_reason, after.environment_reward)
+        )
+    )

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The process that runs ``agent.function``, with many episodes in one event loop."""
+"""The process that runs ``agent.function``, or environments, with many episodes in one event loop."""
 
 import asyncio
 import functools
@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from torchtitan.grpo.rollout.environments.player import Player
 from torchtitan.grpo.system.functions import describe_error, failure_kind, load_function, user_line
 from torchtitan.grpo.workers.channel import NotPlainData, Refused, WorkerChannel, refused
 
@@ -29,8 +30,15 @@ class LoadFunction(msgspec.Struct, tag=True):
     options: dict[str, Any]
 
 
+class LoadEnvironment(msgspec.Struct, tag=True):
+    """Its runs are the calls of a `Player`, and the reply has the stop strings."""
+
+    path: str
+    options: dict[str, Any]
+
+
 class Run(msgspec.Struct, tag=True):
-    """``variables`` are those of ``programs.Access``."""
+    """``variables`` are those of ``programs.Access``; a `Player` takes none."""
 
     number: int
     row: dict[str, Any]
@@ -45,7 +53,7 @@ class Ended(msgspec.Struct, tag=True):
     result: Any = None
 
 
-Request = LoadFunction | Run | Cancel
+Request = LoadFunction | LoadEnvironment | Run | Cancel
 
 decode_request = msgspec.msgpack.Decoder(Request).decode
 decode_reply = msgspec.msgpack.Decoder(Ended | Refused).decode
@@ -57,6 +65,7 @@ class _Episodes:
     def __init__(self, channel: WorkerChannel[Request]) -> None:
         self._channel = channel
         self._function: Callable[..., Any] | None = None
+        self._player: Player | None = None
         self._client: Any = None
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._loop = asyncio.new_event_loop()
@@ -90,9 +99,13 @@ class _Episodes:
                 answers.wait()  # or until the process is killed
             time.sleep(_LOOK_SECONDS)
 
-    def load(self, call: int, request: LoadFunction) -> None:
+    def load(self, call: int, request: LoadFunction | LoadEnvironment) -> None:
         path, options = request.path, request.options
         try:
+            if isinstance(request, LoadEnvironment):
+                self._player = Player(path, options)
+                self._channel.reply(call, Ended(self._player.stop_strings))
+                return
             function = load_function(BUILTIN.get(path, path), _WHAT, BUILTIN)
             _check(function, path, options)
         except ValueError as error:
@@ -117,7 +130,10 @@ class _Episodes:
 
     async def _run(self, call: int, request: Run) -> None:
         try:
-            reply: Ended | Refused = Ended(await self._result(request))
+            if self._player is not None:
+                reply: Ended | Refused = await self._played(self._player, request)
+            else:
+                reply = Ended(await self._result(request))
         except asyncio.CancelledError:
             return
         except BaseException as error:  # the user's function may raise anything
@@ -130,6 +146,10 @@ class _Episodes:
             self._channel.reply(call, reply)
         except NotPlainData as error:
             self._channel.reply(call, refused("bad reward", describe_error(error)))
+
+    async def _played(self, player: Player, request: Run) -> Ended | Refused:
+        found = await player.call(**request.row)
+        return found if isinstance(found, Refused) else Ended(found)
 
     def _own_function(self) -> Callable[..., Any]:
         assert self._function is not None, "the first request loads the function"
@@ -183,7 +203,7 @@ def main() -> None:
     episodes = _Episodes(channel)
     while (received := channel.read()) is not None:
         call, request = received
-        if isinstance(request, LoadFunction):
+        if isinstance(request, LoadFunction | LoadEnvironment):
             episodes.load(call, request)
         else:
             episodes.put(call, request)

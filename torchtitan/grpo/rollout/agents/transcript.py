@@ -104,17 +104,28 @@ class Transcript:
             thinking = divided(begun, opened_by(text.removesuffix(begun)))[2]
             return replace(self._new(text), thinking=thinking)
         known_up_to = [n for n, digest in enumerate(digests, 1) if digest in self._of_messages]
-        turn = self._of_messages[digests[known_up_to[-1] - 1]] if known_up_to else None
-        if turn is not None and not self._templated:
-            last, behind = turn.own_ids[-1:].tolist(), messages[known_up_to[-1] :]
+        if known_up_to:
+            number = known_up_to[-1]
+            turn = self._of_messages[digests[number - 1]]
+            return self.context_behind(turn, messages[:number], messages[number:], tools)
+        is_known = digests[-1] in self._asked
+        self._asked.add(digests[-1])
+        return self._new(self._codec.template.render(messages, tools=tools), is_known=is_known)
+
+    def context_behind(
+        self, turn: Turn, messages: Sequence[Message], behind: Sequence[Message], tools: Tools = ()
+    ) -> Context:
+        """Returns the context of the message after ``behind``; ``turn`` wrote the last of ``messages``.
+
+        It begins with the turn and all before it, if the template still writes them alike, or need not.
+        """
+        if not self._templated:
+            last = turn.own_ids[-1:].tolist()
             with contextlib.suppress(ValueError):  # tool messages without the calls they answer
                 return self._longer(self._codec.reply_text(behind, last, tools=tools), turn)
-        text = self._codec.template.render(messages, tools=tools)
-        if turn is not None and self._templated and (rest := turn.rest_of(text)) is not None:
-            return self._longer(rest, turn)
-        is_known = turn is not None or digests[-1] in self._asked
-        self._asked.add(digests[-1])
-        return self._new(text, is_known=is_known)
+        text = self._codec.template.render([*messages, *behind], tools=tools)
+        rest = turn.rest_of(text) if self._templated else None
+        return self._new(text, is_known=True) if rest is None else self._longer(rest, turn)
 
     def text_context(self, text: str) -> Context:
         """Returns the context of a plain text, which may begin with an earlier text and its answer."""
@@ -133,19 +144,23 @@ class Transcript:
         is_cut: bool = False,
     ) -> None:
         """Notes what the model wrote: the last of ``messages``, or the rest of a plain text."""
+        turn = self.turn(context, turn_ids, is_cut=is_cut)
+        if messages is None:
+            self._of_text.append(turn)
+        else:
+            self._of_messages[_digests(messages, tools)[-1]] = turn
+
+    def turn(self, context: Context, turn_ids: list[int], *, is_cut: bool = False) -> Turn:
+        """Returns what the model wrote behind a context."""
         written = self._codec.decode_exactly(turn_ids)
         num_before = sum(len(part.own_ids) for part in context.turn.parts()) if context.turn else 0
-        turn = Turn(
+        return Turn(
             context.turn,
             np.array([*context.token_ids[num_before:], *turn_ids], np.int32),
             context.text + written,
             is_cut,
             divided(written, context.thinking)[2],
         )
-        if messages is None:
-            self._of_text.append(turn)
-        else:
-            self._of_messages[_digests(messages, tools)[-1]] = turn
 
     def _longer(self, rest: str, turn: Turn) -> Context:
         ids = [*turn.token_ids(), *self._codec.encode_continuation(rest)]

@@ -8,20 +8,12 @@ environment), `environment_pool` and `environment_worker` (the processes in whic
 `calculator` is an example, and `verifiers` is an adapter.
 """
 
-from torchtitan.grpo.rollout.environments.environment_pool import (
-    EnvironmentFailed,
-    EnvironmentPool,
-    EnvironmentsFailing,
-)
-from torchtitan.grpo.rollout.environments.episode import Episode, Episodes
+from torchtitan.grpo.rollout.agents.failures import EnvironmentFailed, EnvironmentsFailing
 from torchtitan.grpo.rollout.environments.protocol import Environment, Observation
 
 __all__ = [
     "Environment",
     "EnvironmentFailed",
-    "EnvironmentPool",
     "EnvironmentsFailing",
-    "Episode",
-    "Episodes",
     "Observation",
 ]

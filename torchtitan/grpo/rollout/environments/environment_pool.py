@@ -18,6 +18,7 @@ import logging
 from collections.abc import Callable
 
 from torchtitan.grpo.config import Rollout, Workers
+from torchtitan.grpo.rollout.agents.failures import EnvironmentFailed, EnvironmentsFailing
 from torchtitan.grpo.rollout.environments.environment_worker import (
     Close,
     CutOff,
@@ -32,33 +33,12 @@ from torchtitan.grpo.rollout.environments.environment_worker import (
     decode_reply,
 )
 from torchtitan.grpo.rollout.environments.protocol import Observation
-from torchtitan.grpo.types import Generation, Prompt
+from torchtitan.grpo.types import Prompt
 from torchtitan.grpo.workers.channel import NotPlainData, Refused, not_passed
 from torchtitan.grpo.workers.owner import OUTPUT_HINT, CallFailed, WorkerOwner
 from torchtitan.grpo.workers.process import WorkerKilled, WorkerLost, WorkerProcess
 
 logger = logging.getLogger(__name__)
-
-
-# Exit statuses and signals of programs that something else has ended, or that ask for another try.
-_ENDED_BY_OTHERS = (-9, -15, -2, -1, 75, 124, 125, 126, 127, 129, 130, 137, 143)
-
-
-class EnvironmentFailed(CallFailed):
-    """One episode cannot continue. ``written`` is the completion if what the policy wrote is why."""
-
-    written: Generation | None = None
-
-    def blame(self, written: Generation | None) -> None:
-        """Sets ``written``, unless the reason may be this machine, a service or the data."""
-        what, _, number = self.kind.rpartition(" ")
-        is_status = what == "exit status" and int(number) not in _ENDED_BY_OTHERS
-        if is_status or self.kind.startswith(("raised ", "bad reward", "bad observation")):
-            self.written = written
-
-
-class EnvironmentsFailing(RuntimeError):
-    """The environment does not work at all, so the run must stop."""
 
 
 class EnvironmentPool:

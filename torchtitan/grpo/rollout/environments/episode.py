@@ -26,9 +26,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torchtitan.grpo.rewards.reward_calls import LARGEST_REWARD
+from torchtitan.grpo.rollout.agents.failures import EnvironmentFailed
 from torchtitan.grpo.rollout.chat_template import LeftOut, tools_of
 from torchtitan.grpo.rollout.environments.environment_pool import (
-    EnvironmentFailed,
     EnvironmentPool,
     RemoteEnvironment,
 )
