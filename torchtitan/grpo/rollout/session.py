@@ -46,7 +46,7 @@ from torchtitan.grpo.rollout.scoring import Scorer
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher
 from torchtitan.grpo.rollout.serving.fleet import ServerFleet, server_needs
 from torchtitan.grpo.rollout.serving.requests import Sampling
-from torchtitan.grpo.rollout.serving.spare_slots import SpareSlots
+from torchtitan.grpo.rollout.serving.spare_slots import Places, SpareSlots
 from torchtitan.grpo.rollout.teachers import TeacherNeeds, TeacherPool
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 from torchtitan.grpo.rollout.trajectory import CompletionWriter, TrajectoryWriter
@@ -218,7 +218,7 @@ def _read_saved(
 
 
 def make_writer(
-    one: EnvironmentInputs, codec: TextCodec, places: Dispatcher | SpareSlots, sampling: Sampling
+    one: EnvironmentInputs, codec: TextCodec, places: Places, sampling: Sampling
 ) -> CompletionWriter:
     """Its completions also stop at the ends of an environment's turns."""
     config, players = one.config, one.players

@@ -21,10 +21,9 @@ import numpy as np
 from torchtitan.grpo.config import Rollout
 from torchtitan.grpo.inference.client import ServerError
 from torchtitan.grpo.rollout.agents.failures import EnvironmentFailed
-from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher, Server
+from torchtitan.grpo.rollout.serving.dispatcher import Server
 from torchtitan.grpo.rollout.serving.requests import Sampling
-from torchtitan.grpo.rollout.serving.spare_slots import SpareSlots
-from torchtitan.grpo.rollout.serving.waiting import next_server
+from torchtitan.grpo.rollout.serving.spare_slots import Places, next_server
 from torchtitan.grpo.types import Generation, Prompt, joined, without_contexts
 from torchtitan.grpo.types import Rollout as ScoredRollout
 
@@ -136,9 +135,7 @@ class TrajectoryWriter:
 
     has_environment = False
 
-    def __init__(
-        self, places: Dispatcher | SpareSlots, sampling: Sampling, config: Rollout
-    ) -> None:
+    def __init__(self, places: Places, sampling: Sampling, config: Rollout) -> None:
         self._places, self._sampling = places, sampling
         self._segment_tokens = config.segment_tokens
         self._wait_seconds = config.request_timeout_seconds

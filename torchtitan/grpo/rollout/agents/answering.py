@@ -14,10 +14,9 @@ import numpy as np
 from torchtitan.grpo.config import RolloutProcessConfig
 from torchtitan.grpo.rollout.agents.exchange import BadRequest, ModelRequest
 from torchtitan.grpo.rollout.agents.tool_calls import Parser
-from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher, Server
+from torchtitan.grpo.rollout.serving.dispatcher import Server
 from torchtitan.grpo.rollout.serving.requests import Sampling
-from torchtitan.grpo.rollout.serving.spare_slots import SpareSlots
-from torchtitan.grpo.rollout.serving.waiting import next_server
+from torchtitan.grpo.rollout.serving.spare_slots import Places, next_server
 from torchtitan.grpo.rollout.tokenizer import TextCodec, TextTooLong
 from torchtitan.grpo.types import Generation, Prompt, joined
 
@@ -31,7 +30,7 @@ _STOP_SEGMENTS = 64, 512
 class EpisodeSettings:
     """What the episodes of one writer share. ``counts`` are those of its metrics."""
 
-    places: Dispatcher | SpareSlots
+    places: Places
     sampling: Sampling
     codec: TextCodec
     parser: Parser | None

@@ -88,7 +88,8 @@ class AgentEpisode:
         self._since = time.monotonic()
         self._is_closed = False
         self._hold = ExitStack()
-        self._hold.enter_context(settings.places.hold())
+        # A program may take long to ask, and an environment's episode asks at once.
+        self._hold.enter_context(settings.places.hold(server if on_progress else None))
 
     def begin(self) -> None:
         """The program starts."""

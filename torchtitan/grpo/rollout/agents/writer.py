@@ -7,7 +7,7 @@ import asyncio
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from torchtitan.grpo.config import RolloutProcessConfig
 from torchtitan.grpo.rollout.agents.answering import EpisodeSettings
@@ -17,9 +17,10 @@ from torchtitan.grpo.rollout.agents.failures import EnvironmentFailed
 from torchtitan.grpo.rollout.agents.programs import Access, Programs, make_programs, reward_of
 from torchtitan.grpo.rollout.agents.tool_calls import parser_of
 from torchtitan.grpo.rollout.drops import DropLog
-from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher, Server
+from torchtitan.grpo.rollout.environments.program import Environments
+from torchtitan.grpo.rollout.serving.dispatcher import Server
 from torchtitan.grpo.rollout.serving.requests import Sampling
-from torchtitan.grpo.rollout.serving.spare_slots import SpareSlots
+from torchtitan.grpo.rollout.serving.spare_slots import Places
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 from torchtitan.grpo.rollout.trajectory import Trajectory
 from torchtitan.grpo.system.cores import usable_cores
@@ -34,45 +35,13 @@ _LOOK_SECONDS = 1.0
 _START_SECONDS, _STARTING_SECONDS = 300.0, 30.0
 
 
-class Players(Protocol):
-    """Plays the episodes of one environment, or of the whole run."""
-
-    @property
-    def limit(self) -> FailureLimit:
-        """Counts the episodes that failed."""
-        ...
-
-    @property
-    def starting(self) -> asyncio.Semaphore:
-        """Places for episodes that have not asked yet."""
-        ...
-
-    @property
-    def own_seconds(self) -> float:
-        """How long an episode may take beside the model; ``start_seconds`` until it asks first."""
-        ...
-
-    @property
-    def start_seconds(self) -> float: ...
-
-    @property
-    def goes_on(self) -> bool:
-        """Whether an interrupted episode is played again up to where it was; others begin anew."""
-        ...
-
-    async def run(self, prompt: Prompt, episode: AgentEpisode) -> Any:
-        """Plays one episode, and returns what gave its reward. If it is cancelled, the episode ends.
-
-        Raises EnvironmentFailed, ServerError, and WorkerLost if the episode may begin again.
-        """
-        ...
-
-    def metrics(self, counts: dict[str, int]) -> dict[str, float]: ...
-
-
 @dataclass(frozen=True)
 class Agents:
-    """The programs of a run, where they reach the model, and places for those that start."""
+    """The programs of a run, where they reach the model, and places for those that start.
+
+    An episode may take ``own_seconds`` beside the model, and ``start_seconds`` until it asks first. If it
+    is interrupted, it begins anew, because it never ``goes_on``.
+    """
 
     endpoint: AgentEndpoint
     programs: Programs
@@ -130,6 +99,9 @@ class Agents:
         }
 
 
+Players = Agents | Environments
+
+
 class EpisodeWriter:
     """Starts episodes, and returns the rows of each as one completion.
 
@@ -140,7 +112,7 @@ class EpisodeWriter:
 
     def __init__(
         self,
-        places: Dispatcher | SpareSlots,
+        places: Places,
         sampling: Sampling,
         config: RolloutProcessConfig,
         codec: TextCodec,

@@ -37,7 +37,10 @@ logger = logging.getLogger(__name__)
 
 
 class Environments:
-    """``rollout.environment`` of a run; ``stop_strings`` are known once it is started."""
+    """``rollout.environment`` of a run; ``stop_strings`` are known once it is started.
+
+    An interrupted episode is played again up to where it was, from where it ``goes_on``.
+    """
 
     own_seconds = start_seconds = math.inf  # each call has its own limit
     goes_on = True
@@ -141,7 +144,6 @@ class _RemoteEnvironment:
 
     def close(self) -> None:
         """Ends the episode in the background."""
-        self.opening.cancel()
         task = asyncio.create_task(self._finish())
         self._owner.closing.add(task)
         task.add_done_callback(self._owner.closing.discard)
@@ -157,7 +159,11 @@ class _RemoteEnvironment:
             raise EnvironmentFailed("column", message) from error
 
     async def _finish(self) -> None:
-        await asyncio.wait({self.opening})  # cancelling its call takes milliseconds
+        try:
+            await asyncio.wait({self.opening})  # an environment is not closed amid its reset
+        except asyncio.CancelledError:
+            self.opening.cancel()
+            raise
         worker, workers = self._worker, self._owner.workers
         if worker is None:
             return
