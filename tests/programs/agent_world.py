@@ -24,7 +24,7 @@ from torchtitan.grpo.data.rows import Sample, sequences_of
 from torchtitan.grpo.inference.client import InferenceClient, ServerError
 from torchtitan.grpo.rollout.agents.endpoint import AgentEndpoint
 from torchtitan.grpo.rollout.agents.programs import Access, Programs
-from torchtitan.grpo.rollout.agents.writer import Agents, AgentWriter
+from torchtitan.grpo.rollout.agents.writer import Agents, EpisodeWriter
 from torchtitan.grpo.rollout.completion_checks import rollout_problem
 from torchtitan.grpo.rollout.environments import EnvironmentsFailing
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher
@@ -163,7 +163,7 @@ def answers_in(rollout: Rollout) -> list[Written]:
 @asynccontextmanager
 async def playing(
     model: Path, program: Program | Programs, answers: list[str], **settings: Any
-) -> AsyncIterator[tuple[AgentWriter, Dispatcher, ScriptedServer, Programs]]:
+) -> AsyncIterator[tuple[EpisodeWriter, Dispatcher, ScriptedServer, Programs]]:
     """``settings`` are those of the tables ``[rollout]`` and ``[agent]``."""
     server = ScriptedServer(TextCodec(str(model), [EOS]), answers)
     programs = InProcess(program) if callable(program) else program
@@ -174,7 +174,7 @@ async def playing(
 @asynccontextmanager
 async def writing(
     model: Path, programs: Programs, server: InferenceClient, **settings: Any
-) -> AsyncIterator[tuple[AgentWriter, Dispatcher]]:
+) -> AsyncIterator[tuple[EpisodeWriter, Dispatcher]]:
     rollout = {"request_timeout_seconds": 30.0, "max_new_tokens": 100} | settings
     agent = {
         name: rollout.pop(name) for name in ("allow_sampling", "timeout_seconds") if name in rollout
@@ -183,11 +183,12 @@ async def writing(
     codec = TextCodec(str(model), [EOS])
     dispatcher = Dispatcher([server], config.rollout, vocab_size=VOCAB)
     dispatcher.set_version(server.url, 0)
-    agents = Agents(AgentEndpoint("127.0.0.1", ROW_LEN), programs)
+    seconds = config.agent.timeout_seconds
+    agents = Agents(AgentEndpoint("127.0.0.1", ROW_LEN), programs, seconds, seconds)
     sampling = Sampling(config.rollout.max_new_tokens, ROW_LEN, 1.0, 1.0, -1, (EOS,))
     await agents.start()
     try:
-        yield AgentWriter(dispatcher, sampling, config, codec, agents), dispatcher
+        yield EpisodeWriter(dispatcher, sampling, config, codec, agents), dispatcher
     finally:
         await agents.close()
         await dispatcher.close()

@@ -63,9 +63,9 @@ class Rollout:
 
     environment: str | None = None
     """Environment of multi-turn rollouts, which responds to the model between its turns. It is a
-    built-in name (``calculator``, ``verifiers``), or a custom class or function that creates an
-    environment, named ``package.module:Class`` or ``path/to/file.py:Class``. The tokens that it
-    inserts count towards ``max_new_tokens``. With None, each completion is a single turn."""
+    built-in name (``calculator``), or a custom class or function that creates an environment, named
+    ``package.module:Class`` or ``path/to/file.py:Class``. The tokens that it inserts count towards
+    ``max_new_tokens``. With None, each completion is a single turn."""
 
     environment_options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments with which ``environment`` is called for each completion."""

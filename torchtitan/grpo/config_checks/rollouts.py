@@ -8,7 +8,7 @@ from torchtitan.grpo.config.environments import environments_of, own_key
 from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.config_checks.rules import check_file, forbid, get, refusing, require
 from torchtitan.grpo.rollout.agents.function_worker import BUILTIN as AGENTS
-from torchtitan.grpo.rollout.environments.environment_worker import BUILTIN
+from torchtitan.grpo.rollout.environments.player import BUILTIN
 from torchtitan.grpo.system.functions import split_path
 
 
@@ -177,14 +177,15 @@ def check_environments(config: JobConfig) -> None:
             "reward function.",
         )
         return
+    require(
+        rollout.environment != "verifiers",
+        "rollout.environment = 'verifiers' ran environments of verifiers before 0.4. Environments of "
+        'later releases are agents: set agent.function = "verifiers" and agent.options, and unset '
+        "rollout.environment.",
+    )
     if rollout.environment not in BUILTIN:
         with refusing():
             split_path(rollout.environment, "rollout.environment", BUILTIN)
-    require(
-        rollout.environment != "verifiers" or bool(rollout.environment_options.get("env_id")),
-        "rollout.environment = 'verifiers' needs rollout.environment_options = { env_id = ... } "
-        f"with the environment's name in verifiers, got {rollout.environment_options}.",
-    )
     require(
         not rollout.ignore_eos or bool(rollout.stop_token_ids),
         "rollout.environment with rollout.ignore_eos needs rollout.stop_token_ids, because a turn "

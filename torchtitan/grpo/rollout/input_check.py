@@ -19,6 +19,8 @@ import msgspec
 
 from torchtitan.grpo.config import RolloutProcessConfig
 from torchtitan.grpo.config.evaluation import EvaluationSet, evaluation_sets, set_key
+from torchtitan.grpo.rollout.agents.writer import Agents
+from torchtitan.grpo.rollout.environments.program import Environments
 from torchtitan.grpo.rollout.inputs import EnvironmentInputs, Inputs
 from torchtitan.grpo.rollout.link_messages import CONFIG_FILE
 from torchtitan.grpo.rollout.session import RolloutSession
@@ -106,13 +108,14 @@ def _first_prompt(prompt: Prompt, inputs: Inputs) -> Iterator[str]:
 
 def _reward_lines(one: EnvironmentInputs) -> Iterator[str]:
     config = one.config
-    if one.pool is not None:
-        stop_strings = one.pool.stop_strings
+    players = one.players
+    if isinstance(players, Environments):
+        stop_strings = players.stop_strings
         ends = f", turns end at {stop_strings}" if stop_strings else ""
         yield f"{one.key('rollout.environment')}: {config.rollout.environment}{ends}"
-    if one.agents is not None:
+    if isinstance(players, Agents):
         program = config.agent.function or " ".join(config.agent.command)
-        url = one.agents.endpoint.url
+        url = players.endpoint.url
         yield f"{one.key('agent')}: {program}, which reaches the model at {url}"
     weights = config.reward.weights or [1.0] * len(config.reward.functions)
     for position, function in enumerate(config.reward.functions):

@@ -21,7 +21,8 @@ from torchtitan.grpo.rewards.gold_values import MAX_ROWS, gold_judge, unearnable
 from torchtitan.grpo.rewards.scoring_pool import RewardError, RewardPool
 from torchtitan.grpo.rollout.agents.writer import Agents
 from torchtitan.grpo.rollout.drops import DropLog
-from torchtitan.grpo.rollout.environments import EnvironmentPool, EnvironmentsFailing
+from torchtitan.grpo.rollout.environments import EnvironmentsFailing
+from torchtitan.grpo.rollout.environments.program import Environments
 from torchtitan.grpo.rollout.model_match import model_warnings, prompt_notes
 from torchtitan.grpo.rollout.prompts import (
     PromptSet,
@@ -48,8 +49,7 @@ class EnvironmentInputs:
     config: RolloutProcessConfig
     examples: list[list[Prompt]] = field(default_factory=list)
     rewards: list[list[float | None]] = field(default_factory=list)
-    pool: EnvironmentPool | None = None
-    agents: Agents | None = None
+    players: Agents | Environments | None = None
 
     @property
     def is_chat(self) -> bool:
@@ -63,19 +63,16 @@ class EnvironmentInputs:
         return {"environment_reward": [0.0]} if self.config.has_episodes else {}
 
     async def start(self, drops: DropLog) -> None:
-        config = self.config
-        if config.agent.is_used:
-            self.agents = Agents.of(config, drops, self.name)
-            await self.agents.start()
-        if config.rollout.environment is not None:
-            key = self.key("rollout.environment")
-            self.pool = EnvironmentPool(config.rollout, config.workers, drops.record_episode, key)
-            await self.pool.start()
+        if self.config.agent.is_used:
+            self.players = Agents.of(self.config, drops, self.name)
+        elif self.config.rollout.environment is not None:
+            self.players = Environments(self.config, drops, self.name)
+        if self.players is not None:
+            await self.players.start()
 
     async def close(self) -> None:
-        for part in (self.pool, self.agents):
-            if part is not None:
-                await part.close()
+        if self.players is not None:
+            await self.players.close()
 
 
 class Inputs:

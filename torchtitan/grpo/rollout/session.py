@@ -23,10 +23,10 @@ from torchtitan.grpo.inference.kinds import IDLE_SECONDS, kind_row
 from torchtitan.grpo.inference.urls import checked_urls
 from torchtitan.grpo.rewards.reward_loading import short_names
 from torchtitan.grpo.rollout.admission import Admission
-from torchtitan.grpo.rollout.agents.writer import AgentWriter
+from torchtitan.grpo.rollout.agents.writer import EpisodeWriter
 from torchtitan.grpo.rollout.device_requests import DeviceRequests
 from torchtitan.grpo.rollout.drops import DropLog
-from torchtitan.grpo.rollout.environments import Episodes
+from torchtitan.grpo.rollout.environments.program import Environments
 from torchtitan.grpo.rollout.evaluator import Evaluator, HeldOut
 from torchtitan.grpo.rollout.inputs import (
     EnvironmentInputs,
@@ -46,7 +46,7 @@ from torchtitan.grpo.rollout.scoring import Scorer
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher
 from torchtitan.grpo.rollout.serving.fleet import ServerFleet, server_needs
 from torchtitan.grpo.rollout.serving.requests import Sampling
-from torchtitan.grpo.rollout.serving.spare_slots import SpareSlots
+from torchtitan.grpo.rollout.serving.spare_slots import Places, SpareSlots
 from torchtitan.grpo.rollout.teachers import TeacherNeeds, TeacherPool
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 from torchtitan.grpo.rollout.trajectory import CompletionWriter, TrajectoryWriter
@@ -218,26 +218,18 @@ def _read_saved(
 
 
 def make_writer(
-    one: EnvironmentInputs, codec: TextCodec, places: Dispatcher | SpareSlots, sampling: Sampling
+    one: EnvironmentInputs, codec: TextCodec, places: Places, sampling: Sampling
 ) -> CompletionWriter:
     """Its completions also stop at the ends of an environment's turns."""
-    config, rollout, episodes = one.config, one.config.rollout, None
-    ends = [*config.eos_token_ids, *rollout.stop_token_ids]
+    config, players = one.config, one.players
+    ends = [*config.eos_token_ids, *config.rollout.stop_token_ids]
     sampling = replace(sampling, unknown_ids=codec.unknown_ids(config.vocab_size, ends))
-    if one.agents is not None:
-        return AgentWriter(places, sampling, config, codec, one.agents)
-    if one.pool is not None:
-        stop_ids = [*sampling.stop_token_ids, *_turn_ends(one.pool.stop_strings, codec)]
+    if isinstance(players, Environments):
+        stop_ids = [*sampling.stop_token_ids, *_turn_ends(players.stop_strings, codec)]
         sampling = replace(sampling, stop_token_ids=tuple(dict.fromkeys(stop_ids)))
-        episodes = Episodes(
-            one.pool,
-            codec,
-            max_turns=rollout.max_turns,
-            templated=rollout.earlier_turns == "as_templated",
-            stop_token_ids=sampling.stop_token_ids,
-            vocab_size=config.vocab_size,
-        )
-    return TrajectoryWriter(places, sampling, rollout, episodes=episodes)
+    if players is not None:
+        return EpisodeWriter(places, sampling, config, codec, players)
+    return TrajectoryWriter(places, sampling, config.rollout)
 
 
 def _turn_ends(stop_strings: list[str], codec: TextCodec) -> list[int]:

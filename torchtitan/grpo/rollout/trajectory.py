@@ -9,8 +9,7 @@ not compute again. A lost server or a stopped run then costs one segment at most
 is the same as one from a single request: tokens and logprobs are kept as the servers returned
 them, and each token has the version that generated it.
 
-With ``rollout.environment`` an environment reads each turn, and its observation is appended to
-the completion. The next turn is a further segment of it.
+Completions of environments and agents are written by an `EpisodeWriter` (`agents/writer.py`).
 """
 
 import asyncio
@@ -21,11 +20,10 @@ import numpy as np
 
 from torchtitan.grpo.config import Rollout
 from torchtitan.grpo.inference.client import ServerError
-from torchtitan.grpo.rollout.environments import EnvironmentFailed, Episode, Episodes
-from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher, Server
+from torchtitan.grpo.rollout.agents.failures import EnvironmentFailed
+from torchtitan.grpo.rollout.serving.dispatcher import Server
 from torchtitan.grpo.rollout.serving.requests import Sampling
-from torchtitan.grpo.rollout.serving.spare_slots import SpareSlots
-from torchtitan.grpo.rollout.serving.waiting import next_server
+from torchtitan.grpo.rollout.serving.spare_slots import Places, next_server
 from torchtitan.grpo.types import Generation, Prompt, joined, without_contexts
 from torchtitan.grpo.types import Rollout as ScoredRollout
 
@@ -112,7 +110,7 @@ class RunningGroup:
 
 
 class CompletionWriter(Protocol):
-    """Starts completions: a `TrajectoryWriter`, or one whose completions a program drives."""
+    """Starts completions: a `TrajectoryWriter`, or an `EpisodeWriter`."""
 
     @property
     def has_environment(self) -> bool:
@@ -135,16 +133,10 @@ class CompletionWriter(Protocol):
 class TrajectoryWriter:
     """Starts completions with the same sampling settings and carries each one to its end."""
 
-    def __init__(
-        self,
-        places: Dispatcher | SpareSlots,
-        sampling: Sampling,
-        config: Rollout,
-        *,
-        episodes: Episodes | None = None,
-    ) -> None:
+    has_environment = False
+
+    def __init__(self, places: Places, sampling: Sampling, config: Rollout) -> None:
         self._places, self._sampling = places, sampling
-        self._episodes = episodes
         self._segment_tokens = config.segment_tokens
         self._wait_seconds = config.request_timeout_seconds
 
@@ -161,74 +153,40 @@ class TrajectoryWriter:
 
         ``sample`` is its number in its group, and ``begun`` the part that was generated earlier.
         """
-        is_open = begun is None or self._turn_is_unfinished(prompt, begun)
-        if not is_open and self._episodes is None:
-            begun, is_open = None, True  # from a run with an environment, while this run has none
+        if begun is not None and not self._is_unfinished(prompt, begun):
+            begun = None  # from a run with an environment, while this run has none
         trajectory = Trajectory(prompt, begun, sample)
         # Read here and not in the task below: the server may be lost before the task starts.
         floor = server.version
         assert floor is not None, f"{server.url} is not ready"
-        first = self._submit(trajectory, server, expected_tokens) if is_open else None
-        episode = None if self._episodes is None else self._episodes.open(prompt)
+        first = self._submit(trajectory, server, expected_tokens)
         trajectory.task = asyncio.create_task(
-            self._write(trajectory, floor, server, first, expected_tokens, episode)
+            self._write(trajectory, floor, server, first, expected_tokens)
         )
         return trajectory
 
-    @property
-    def has_environment(self) -> bool:
-        return self._episodes is not None
-
     def metrics(self) -> dict[str, float]:
-        return {} if self._episodes is None else self._episodes.metrics()
+        return {}
 
     async def _write(
         self,
         trajectory: Trajectory,
         floor: int,
         server: Server,
-        segment: "asyncio.Task[Generation] | None",
+        segment: "asyncio.Task[Generation]",
         expected_tokens: float | None,
-        episode: Episode | None,
     ) -> Generation:
-        """Generates the rest of a completion, with versions from ``floor`` on.
+        """Generates the rest of a completion, with versions from ``floor`` on."""
+        while True:
+            # Cancelling this task also cancels the segment, which notifies the server.
+            whole = trajectory.so_far = joined(trajectory.so_far, await segment)
+            if not self._is_unfinished(trajectory.prompt, whole):
+                return whole
+            server = await next_server(self._places, floor, server.url, self._wait_seconds)
+            segment = self._submit(trajectory, server, expected_tokens)
 
-        ``segment`` is in flight, or ``None`` if the environment reads a turn first.
-        """
-        try:
-            while True:
-                if segment is not None:
-                    # Cancelling this task also cancels the segment, which notifies the server.
-                    trajectory.so_far = joined(trajectory.so_far, await segment)
-                whole = trajectory.so_far
-                assert whole is not None, (
-                    "a completion without tokens must have a segment in flight"
-                )
-                if not self._turn_is_unfinished(trajectory.prompt, whole):
-                    if episode is None:
-                        return whole
-                    with self._places.hold():
-                        followed = await episode.follow(
-                            whole, lambda longer: self._room_behind(trajectory.prompt, longer)
-                        )
-                    trajectory.so_far = followed.generation
-                    if followed.is_over:
-                        assert followed.generation is not None, (
-                            "an episode that is over must have a completion"
-                        )
-                        return followed.generation
-                server = await next_server(self._places, floor, server.url, self._wait_seconds)
-                segment = self._submit(trajectory, server, expected_tokens)
-        except EnvironmentFailed as error:
-            whole = trajectory.so_far
-            error.blame(None if whole is None else replace(whole, environment_reward=None))
-            raise
-        finally:
-            if episode is not None:
-                episode.close()
-
-    def _turn_is_unfinished(self, prompt: Prompt, whole: Generation) -> bool:
-        """Returns whether the segment length cut the turn and more tokens have room."""
+    def _is_unfinished(self, prompt: Prompt, whole: Generation) -> bool:
+        """Returns whether the segment length cut the completion and more tokens have room."""
         return whole.finish_reason == "length" and self._room_behind(prompt, whole) > 0
 
     def _submit(

@@ -684,7 +684,7 @@ async def test_few_programs_start_at_once_and_only_until_their_first_request(mod
         playing(model, program, ANSWERS) as (writer, dispatcher, server, _),
         asyncio.timeout(60),
     ):
-        writer._agents = replace(writer._agents, starting=asyncio.Semaphore(2))
+        writer._players = replace(writer._players, starting=asyncio.Semaphore(2))
         running = [
             writer.start(prompt_of(server.codec), dispatcher.servers[server.url]) for _ in range(5)
         ]

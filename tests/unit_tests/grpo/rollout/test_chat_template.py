@@ -10,8 +10,8 @@ import pytest
 from prompt_files import byte_tokenizer
 
 from torchtitan.grpo.rollout import chat_template
+from torchtitan.grpo.rollout.agents.transcript import Context, Transcript
 from torchtitan.grpo.rollout.chat_template import LeftOut
-from torchtitan.grpo.rollout.environments.episode import Conversation
 from torchtitan.grpo.rollout.model_match import prompt_notes
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 
@@ -117,7 +117,9 @@ def test_a_reply_of_an_environment_that_would_vanish_is_refused(make, role):
     with pytest.raises(LeftOut, match=rf"the role '{role}' in message 3 of 3"):
         codec.reply_text(reply, [1])
     with pytest.raises(LeftOut, match=rf"the role '{role}' in message 3 of 3"):
-        Conversation(codec, [USER]).reply([1], "4", reply)
+        transcript = Transcript(codec, templated=True)
+        turn = transcript.turn(Context([2], "2 + 3?"), [1])
+        transcript.context_behind(turn, [USER, TURN], reply)
 
 
 DATED = "{{ strftime_now('%d %b %Y') }}|" + ALL

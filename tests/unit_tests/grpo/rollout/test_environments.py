@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,17 +21,18 @@ import pytest
 from processes import descendants
 from stub_clients import StubClient
 
-from torchtitan.grpo.config import Rollout
+from torchtitan.grpo.config import Agent, Rollout, Workers
+from torchtitan.grpo.rollout.agents.writer import EpisodeWriter
+from torchtitan.grpo.rollout.drops import DropLog
 from torchtitan.grpo.rollout.environments import (
     EnvironmentFailed,
-    EnvironmentPool,
     EnvironmentsFailing,
-    Episodes,
 )
+from torchtitan.grpo.rollout.environments.program import Environments
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher
 from torchtitan.grpo.rollout.serving.requests import Sampling
 from torchtitan.grpo.rollout.tokenizer import TextCodec
-from torchtitan.grpo.rollout.trajectory import RunningGroup, Trajectory, TrajectoryWriter
+from torchtitan.grpo.rollout.trajectory import RunningGroup, Trajectory
 from torchtitan.grpo.types import GenerateRequest, Generation, Prompt, VersionSegment
 
 EOS = 1
@@ -138,12 +140,11 @@ class Server(StubClient):
 class World:
     """A writer with its environments."""
 
-    writer: TrajectoryWriter
-    pool: EnvironmentPool
+    writer: EpisodeWriter
+    environments: Environments
     dispatcher: Dispatcher
     server: Server
     codec: TextCodec
-    episodes: Episodes
 
     def start(
         self, text: str = "7->", begun: Generation | None = None, **columns: Any
@@ -155,6 +156,9 @@ class World:
 
     async def write(self, text: str = "7->", **columns: Any) -> Generation:
         return await self.start(text, **columns).task
+
+    def metric(self, name: str) -> float:
+        return self.writer.metrics()[f"environment/{name}"]
 
 
 @pytest.fixture
@@ -173,22 +177,22 @@ def open_world(codec: TextCodec, tmp_path: Path):
         before = set(psutil.Process().children(recursive=True))
         defaults = {"environment": f"{tmp_path / 'mine.py'}:Echo", "max_turns": 8}
         rollout = Rollout(request_timeout_seconds=30, **defaults | settings)
-        pool = EnvironmentPool(rollout)
+        config: Any = SimpleNamespace(
+            rollout=rollout, agent=Agent(), workers=Workers(), vocab_size=128
+        )
+        environments = Environments(config, DropLog())
         try:
-            await pool.start()
-            stop_ids = (EOS, *(codec.encode(text)[0] for text in pool.stop_strings))
+            await environments.start()
+            stop_ids = (EOS, *(codec.encode(text)[0] for text in environments.stop_strings))
             server = Server(codec, turns)
             dispatcher = Dispatcher([server], rollout, vocab_size=128)
             dispatcher.set_version(server.url, 4)
-            episodes = Episodes(
-                pool, codec, max_turns=rollout.max_turns, stop_token_ids=stop_ids, vocab_size=128
-            )
             sampling = Sampling(max_new_tokens, 400, 1.0, 1.0, -1, stop_ids)
-            writer = TrajectoryWriter(dispatcher, sampling, rollout, episodes=episodes)
-            yield World(writer, pool, dispatcher, server, codec, episodes)
+            writer = EpisodeWriter(dispatcher, sampling, config, codec, environments)
+            yield World(writer, environments, dispatcher, server, codec)
             assert dispatcher.in_flight == 0
         finally:
-            await pool.close()
+            await environments.close()
         left = set(psutil.Process().children(recursive=True)) - before
         assert not psutil.wait_procs(left, timeout=5)[1]
 
@@ -266,15 +270,15 @@ async def test_an_environment_that_fails_fails_its_own_completion(open_world, tm
             assert written is None or spell(world, written) == "12=[1:12]3="
             assert written is None or written.environment_reward is None
             assert spell(world, await world.write()) == WHOLE
-            assert world.episodes.metrics()["environment/failed_episodes"] == number
-        assert world.pool.limit.failures == Counter(kinds.values())
+            assert world.metric("failed_episodes") == number
+        assert world.environments.limit.failures == Counter(kinds.values())
         # The model goes on where an environment says nothing, and one may crash once.
         assert spell(world, await world.write(what="nothing")) == "12=[1:12]3=45"
-        replayed = world.episodes.num_replayed
+        replayed = world.metric("replayed_turns")
         whole = await world.write(what="crash once", flag=str(tmp_path / "another flag"))
         assert spell(world, whole) == WHOLE
-        assert world.episodes.num_replayed == replayed + 1
-        assert world.episodes.metrics()["environment/failed_episodes"] == len(kinds)
+        assert world.metric("replayed_turns") == replayed + 2
+        assert world.metric("failed_episodes") == len(kinds)
 
 
 @pytest.mark.parametrize("what", ["block", "hang"])
@@ -286,7 +290,7 @@ async def test_a_step_that_hangs_holds_up_neither_the_loop_nor_other_episodes(op
         others = await asyncio.gather(*(world.write() for _ in range(8)))
         assert [spell(world, other) for other in others] == [WHOLE] * 8
         assert not blocked.task.done()
-        assert world.episodes.num_replayed == 0
+        assert world.metric("replayed_turns") == 0
         # Its process takes nobody in any more, and ends when it is alone.
         with pytest.raises(EnvironmentFailed, match=r"environment_timeout_seconds = 5\."):
             await blocked.task
@@ -299,14 +303,14 @@ async def test_episodes_of_a_killed_process_are_replayed_in_another(open_world):
         while not all(t.so_far is not None and t.so_far.sampled is not None for t in trajectories):
             await asyncio.sleep(0)
         world.server.held = asyncio.Event()
-        for process in descendants("environments.environment_worker"):
+        for process in descendants("agents.function_worker"):
             os.kill(process.pid, signal.SIGKILL)
         world.server.held.set()
         wholes = await asyncio.gather(*(t.task for t in trajectories))
         assert [spell(world, whole) for whole in wholes] == [WHOLE] * 4
         # Rewards of turns that were read twice count once.
         assert [whole.environment_reward for whole in wholes] == [3.0] * 4
-        assert not world.pool.limit.failures
+        assert not world.environments.limit.failures
 
 
 async def test_a_saved_completion_continues_from_wherever_it_was(open_world):
@@ -332,19 +336,21 @@ async def test_a_saved_completion_continues_from_wherever_it_was(open_world):
             assert min(len(context) - 3 for context in world.server.contexts) >= num_tokens
 
 
-async def test_a_completion_starts_again_if_its_environment_makes_other_observations(
+async def test_a_completion_goes_on_from_where_its_environment_makes_another_observation(
     open_world, codec
 ):
-    ids = np.array(codec.encode("12=[1:99]"), np.int32)
-    sampled = np.arange(len(ids)) < 3
+    ids = np.array(codec.encode("12=[1:99]45"), np.int32)
+    sampled = np.array([c not in "[1:99]" for c in "12=[1:99]45"])
+    sampled[:3] = True
     begun = Generation(
         ids, np.zeros(len(ids), np.float32), "length", (VersionSegment(2, 0, len(ids)),), sampled
     )
     async with open_world(TURNS) as world:
         whole = await world.start(begun=begun).task
         assert spell(world, whole) == WHOLE
-        assert whole.segments == (VersionSegment(4, 0, len(whole.token_ids)),)
-        assert world.episodes.num_restarts == 1
+        # The first turn is that of before; what was shown belongs to the version of what it follows.
+        assert whole.segments == (VersionSegment(2, 0, 9), VersionSegment(4, 9, len(WHOLE) + 1))
+        assert world.metric("restarted_completions") == 1
 
 
 async def test_a_completion_that_is_given_up_has_its_environment_closed(open_world, tmp_path):
@@ -385,13 +391,23 @@ async def test_an_object_that_is_not_an_environment_is_refused_at_the_start(
             pytest.fail("it was started")
 
 
-async def test_the_calculator_answers_rewards_and_takes_errors_as_they_come(open_world):
-    async with open_world(["x=", "12*34=", "$"], environment="calculator") as world:
-        whole = await world.write("12*34->", answer="408")
-        assert (spell(world, whole), whole.environment_reward) == ("x=12*34=408", 1.0)
-    async with open_world(["1+*=", "9$"], environment="calculator") as world:
-        whole = await world.write("1+1->", answer=2)
-        assert (spell(world, whole), whole.environment_reward) == ("1+*=error9", 0.0)
+PLAYED = [
+    (["x=", "12*34=", "$"], "12*34->", "408", {}, ("x=12*34=408", "stop", 1.0)),
+    (["1+*=", "9$"], "1+1->", 2, {}, ("1+*=error9", "stop", 0.0)),
+    (["3*4=", "."], "3*4->", [12, "x"], {"max_new_tokens": 9}, ("3*4=12.", "length", 1.0)),
+    (["(2+3)*4=", "9=", "1="], "5->", 1, {"max_turns": 3}, ("(2+3)*4=209=91=", "length", 0.0)),
+    (["12*3=", "45$"], "5->", None, {"max_new_tokens": 8}, ("12*3=364", "length", None)),
+]
+
+
+@pytest.mark.parametrize(("turns", "text", "answer", "settings", "expected"), PLAYED)
+async def test_the_calculator_answers_rewards_and_takes_errors_as_they_come(
+    open_world, turns, text, answer, settings, expected
+):
+    columns = {} if answer is None else {"answer": answer}
+    async with open_world(turns, environment="calculator", **settings) as world:
+        whole = await world.write(text, **columns)
+        assert (spell(world, whole), whole.finish_reason, whole.environment_reward) == expected
 
 
 def test_special_tokens_in_what_a_tool_answers_are_plain_text(codec: TextCodec):

@@ -6,6 +6,7 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,13 +16,14 @@ from stub_clients import StubClient
 
 from torchtitan.grpo import config as tables
 from torchtitan.grpo.data.rows import sequences_of
+from torchtitan.grpo.rollout.agents.writer import EpisodeWriter
 from torchtitan.grpo.rollout.chat_template import LeftOut
-from torchtitan.grpo.rollout.environments import EnvironmentPool, Episodes
+from torchtitan.grpo.rollout.drops import DropLog
+from torchtitan.grpo.rollout.environments.program import Environments
 from torchtitan.grpo.rollout.scoring import read_ids
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher
 from torchtitan.grpo.rollout.serving.requests import Sampling
 from torchtitan.grpo.rollout.tokenizer import TextCodec
-from torchtitan.grpo.rollout.trajectory import TrajectoryWriter
 from torchtitan.grpo.types import GenerateRequest, Generation, Prompt, Rollout
 
 EOS = 1
@@ -95,25 +97,28 @@ async def play(
     **columns: Any,
 ) -> tuple[Generation, Server, dict[str, float]]:
     (tmp_path / "mine.py").write_text(ENVIRONMENT)
-    config = tables.Rollout(
-        environment=f"{tmp_path / 'mine.py'}:Counting", request_timeout_seconds=30
+    settings = tables.Rollout(
+        environment=f"{tmp_path / 'mine.py'}:Counting",
+        request_timeout_seconds=30,
+        max_turns=8,
+        earlier_turns="as_templated" if templated else "as_written",
     )
-    pool, server = EnvironmentPool(config), Server(codec, turns)
-    dispatcher = Dispatcher([server], config, vocab_size=128)
+    config: Any = SimpleNamespace(
+        rollout=settings, agent=tables.Agent(), workers=tables.Workers(), vocab_size=128
+    )
+    environments, server = Environments(config, DropLog()), Server(codec, turns)
+    dispatcher = Dispatcher([server], settings, vocab_size=128)
     dispatcher.set_version(server.url, 0)
     messages = [{"role": "user", "content": "7"}]
     prompt = Prompt(0, messages, np.array(codec.encode_chat(messages), np.int32), columns)
     try:
-        await pool.start()
-        episodes = Episodes(
-            pool, codec, max_turns=8, templated=templated, stop_token_ids=(EOS,), vocab_size=128
-        )
+        await environments.start()
         sampling = Sampling(max_new, max_total, 1.0, 1.0, -1, (EOS,))
-        writer = TrajectoryWriter(dispatcher, sampling, config, episodes=episodes)
+        writer = EpisodeWriter(dispatcher, sampling, config, codec, environments)
         whole = await writer.start(prompt, dispatcher.servers[server.url], begun=begun).task
-        return whole, server, episodes.metrics()
+        return whole, server, writer.metrics()
     finally:
-        await pool.close()
+        await environments.close()
 
 
 def rollout(codec: TextCodec, whole: Generation) -> Rollout:

@@ -223,10 +223,10 @@ async def test_episodes_that_all_fail_end_the_run_and_name_their_environment(
     try:
         await session.open_inputs()
         sums, calls = (session.inputs.environments[name] for name in ("sums", "calls"))
-        assert sums.pool is not None and calls.agents is not None
+        assert sums.players is not None and calls.players is not None
         for limit, key in (
-            (sums.pool.limit, "environments.sums.rollout.environment"),
-            (calls.agents.programs.limit, "environments.calls.agent.function"),
+            (sums.players.limit, "environments.sums.rollout.environment"),
+            (calls.players.limit, "environments.calls.agent.function"),
         ):
             with pytest.raises(EnvironmentsFailing, match=f"1 episodes of {key} in a row failed"):
                 limit.record_failure(EnvironmentFailed("crash", "It ended."))

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The process that runs ``agent.function``, with many episodes in one event loop; see `host`."""
+"""The process that runs ``agent.function``, or environments, with many episodes at a time; see `host`."""
 
 import inspect
 from collections.abc import Callable
@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from torchtitan.grpo.rollout.environments.player import Player
 from torchtitan.grpo.system.functions import load_function
 from torchtitan.grpo.workers.channel import Refused
 from torchtitan.grpo.workers.host import Cancel, Cancelled, Host, Loaded, serve
@@ -22,8 +23,15 @@ class LoadFunction(msgspec.Struct, tag=True):
     options: dict[str, Any]
 
 
+class LoadEnvironment(msgspec.Struct, tag=True):
+    """Its runs are the calls of a `Player`, and the reply has the stop strings."""
+
+    path: str
+    options: dict[str, Any]
+
+
 class Run(msgspec.Struct, tag=True):
-    """``variables`` are those of ``programs.Access``."""
+    """``variables`` are those of ``programs.Access``; a `Player` takes none."""
 
     number: int
     row: dict[str, Any]
@@ -34,12 +42,14 @@ class Ended(msgspec.Struct, tag=True):
     result: Any = None
 
 
-decode_request = msgspec.msgpack.Decoder(LoadFunction | Run | Cancel).decode
+decode_request = msgspec.msgpack.Decoder(LoadFunction | LoadEnvironment | Run | Cancel).decode
 decode_reply = msgspec.msgpack.Decoder(Ended | Cancelled | Refused).decode
 
 
-def load(request: LoadFunction) -> Loaded:
-    """Raises ValueError if the function cannot be loaded."""
+def load(request: LoadFunction | LoadEnvironment) -> Loaded:
+    """Raises ValueError if the function, or the environment, cannot be loaded."""
+    if isinstance(request, LoadEnvironment):
+        return _load_environment(request)
     path, options, clients = request.path, request.options, _Clients()
     function = load_function(BUILTIN.get(path, path), _WHAT, BUILTIN)
     _check(function, path, options)
@@ -49,6 +59,17 @@ def load(request: LoadFunction) -> Loaded:
         return Ended(await function(clients.of(url, key), request.row, **options))
 
     return Loaded(f"{_WHAT} {path!r}", Ended(), run, function=function)
+
+
+def _load_environment(request: LoadEnvironment) -> Loaded:
+    player = Player(request.path, request.options)
+
+    async def play(host: Host, request: Run) -> Ended | Refused:
+        found = await player.call(**request.row)
+        return found if isinstance(found, Refused) else Ended(found)
+
+    what = f"rollout.environment: environment {request.path!r}"
+    return Loaded(what, Ended(player.stop_strings), play)
 
 
 class _Clients:

@@ -9,7 +9,6 @@ A program ends alone: its process is killed together with everything in its sess
 import asyncio
 import contextlib
 import fcntl
-import itertools
 import json
 import logging
 import os
@@ -23,22 +22,14 @@ from typing import IO, Any, Protocol
 from torchtitan.grpo.config import Agent, Rollout, Workers
 from torchtitan.grpo.config.environments import own_key
 from torchtitan.grpo.rewards.reward_calls import LARGEST_REWARD
-from torchtitan.grpo.rollout.agents.function_worker import Ended, LoadFunction, Run, decode_reply
-from torchtitan.grpo.rollout.environments.environment_pool import (
-    EnvironmentFailed,
-    EnvironmentsFailing,
-)
+from torchtitan.grpo.rollout.agents.episode_workers import EpisodeWorkers
+from torchtitan.grpo.rollout.agents.failures import EnvironmentFailed, EnvironmentsFailing
+from torchtitan.grpo.rollout.agents.function_worker import LoadFunction
 from torchtitan.grpo.system.child import child_command
 from torchtitan.grpo.types import Prompt
 from torchtitan.grpo.workers.channel import NotPlainData, Refused, not_passed
-from torchtitan.grpo.workers.host import Cancel, Cancelled
-from torchtitan.grpo.workers.owner import OUTPUT_HINT, FailureLimit, WorkerOwner
-from torchtitan.grpo.workers.process import (
-    WorkerLost,
-    WorkerProcess,
-    limits_of,
-    worker_environment,
-)
+from torchtitan.grpo.workers.owner import OUTPUT_HINT, FailureLimit
+from torchtitan.grpo.workers.process import limits_of, worker_environment
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +40,6 @@ REWARD = f"a number between -{LARGEST_REWARD:g} and {LARGEST_REWARD:g}"
 
 _MAX_OUTPUT, _MOST_PRINTED = 2**20, 2**26  # that are read, and after which a program is ended
 _LOOK_SECONDS = 0.5
-_CANCEL_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -214,72 +204,36 @@ class Functions:
         self, agent: Agent, rollout: Rollout, workers: Workers, on_failure: Any, environment: str
     ) -> None:
         assert agent.function is not None, "agent.function must be set"
-        self._key = key = own_key(environment, "agent.function")
-        self.limit = self._owner = WorkerOwner(
-            "torchtitan.grpo.rollout.agents.function_worker",
-            decode_reply,
+        self._workers = EpisodeWorkers(
             LoadFunction(agent.function, agent.options),
-            subject=f"{key} {agent.function!r}",
-            calls=f"episodes of {key} in a row failed",
-            error=EnvironmentsFailing,
+            agent.workers,
+            own_key(environment, "agent.function"),
+            agent.function,
             timeout_seconds=(agent.timeout_seconds, "agent.timeout_seconds"),
-            most_failures=(rollout.max_consecutive_failures, "rollout.max_consecutive_failures"),
+            rollout=rollout,
             workers=workers,
             on_failure=on_failure,
         )
-        self._num_workers = agent.workers
-        self._usable: list[WorkerProcess[Ended | Cancelled | Refused]] = []
-        self._starting = asyncio.Lock()
-        self._numbers = itertools.count()
+        self.limit = self._workers.limit
 
     async def start(self) -> None:
-        """Starts the first worker; the others start when they are first needed."""
-        await self._worker()
+        await self._workers.start()
 
     async def run(self, prompt: Prompt, access: Access) -> Any:
-        worker = await self._worker()
-        number = next(self._numbers)
+        key, worker = self._workers.key, await self._workers.enter()
         try:
-            reply = await worker.call(Run(number, row_of(prompt), access.variables()))
+            reply = await self._workers.call(worker, row_of(prompt), access.variables())
         except NotPlainData as error:
-            message = not_passed(prompt, prompt.columns, self._key, error)
+            message = not_passed(prompt, prompt.columns, key, error)
             raise EnvironmentFailed("column", message) from error
-        except asyncio.CancelledError:
-            await self._cancel(worker, number)
-            raise
+        finally:
+            await self._workers.leave(worker)
         if isinstance(reply, Refused):
-            raise EnvironmentFailed(reply.kind, f"{self._key}: {reply.message}")
-        assert isinstance(reply, Ended), f"unexpected reply {reply!r}"
+            raise EnvironmentFailed(reply.kind, f"{key}: {reply.message}")
         return reply.result
 
     async def close(self) -> None:
-        await self._owner.close()
-
-    async def _cancel(
-        self, worker: WorkerProcess[Ended | Cancelled | Refused], number: int
-    ) -> None:
-        """Cancels one episode; kills the worker if it does not answer: all of its episodes hang."""
-        try:
-            async with asyncio.timeout(_CANCEL_SECONDS):
-                await worker.call(Cancel(number))
-        except TimeoutError:
-            logger.warning(
-                "A worker process of %s is killed: it did not end an episode within %g s. "
-                "Its other episodes begin again.", self._key, _CANCEL_SECONDS,
-            )  # fmt: skip
-            await worker.kill()
-        except WorkerLost:
-            pass
-
-    async def _worker(self) -> WorkerProcess[Ended | Cancelled | Refused]:
-        """The worker with the fewest episodes, or a new one while there are too few."""
-        async with self._starting:
-            self._usable = usable = [worker for worker in self._usable if not worker.is_lost]
-            if len(usable) < self._num_workers and all(w.num_pending for w in usable):
-                worker, _ = await self._owner.start()
-                usable.append(worker)
-                return worker
-            return min(usable, key=lambda worker: worker.num_pending)
+        await self._workers.close()
 
 
 def reward_of(result: Any) -> float | None:

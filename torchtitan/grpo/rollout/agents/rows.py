@@ -11,10 +11,17 @@ trained once, in the row of the request that it answered::
     rows      q [a] o [b]                                      q a p [c]
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
-from torchtitan.grpo.types import FinishReason, Generation, joined, unsampled
+from torchtitan.grpo.types import (
+    FinishReason,
+    Generation,
+    VersionSegment,
+    columns_of,
+    joined,
+    unsampled,
+)
 
 
 @dataclass(eq=False)
@@ -54,12 +61,7 @@ class EpisodeRows:
 
     def add(self, row: Row, context: list[int], answer: Generation) -> None:
         """Appends what the model was shown since the row's end, and what it then wrote."""
-        shown = context[len(row.token_ids) :]
-        if shown:
-            version = answer.segments[0].version
-            part = unsampled(shown, version, begins_row=not row.token_ids)
-            row.whole = joined(row.whole, part)
-        row.whole = joined(row.whole, answer)
+        row.whole = _longer(row, context, answer)
         row.token_ids = [*context, *answer.token_ids.tolist()]
         row.is_busy = False
         self._last_reason = answer.finish_reason
@@ -67,6 +69,10 @@ class EpisodeRows:
     def release(self, row: Row) -> None:
         """Frees a row whose request was not answered."""
         row.is_busy = False
+
+    def cut(self) -> None:
+        """The completion ends early, whatever its last answer ended with."""
+        self._last_reason = "length"
 
     @property
     def num_rows(self) -> int:
@@ -86,6 +92,12 @@ class EpisodeRows:
             apart=tuple(apart),
         )
 
+    def with_part(self, row: Row, context: list[int], part: Generation) -> Generation:
+        """The completion with the beginning of an answer in this row."""
+        rows = [_longer(row, context, part) if one is row else one.whole for one in self._rows()]
+        whole = _all_joined([one for one in rows if one is not None])
+        return replace(whole, finish_reason=part.finish_reason)
+
     def _rows(self) -> list[Row]:
         return [*([self._prompt_row] if self._prompt_row else []), *self._others]
 
@@ -104,3 +116,75 @@ def _all_joined(rows: Sequence[Generation]) -> Generation:
         return rows[0]
     middle = len(rows) // 2
     return joined(_all_joined(rows[:middle]), _all_joined(rows[middle:]))
+
+
+def _longer(row: Row, context: list[int], answer: Generation) -> Generation:
+    shown, whole = context[len(row.token_ids) :], row.whole
+    if shown:
+        # What was shown belongs to the version of the tokens before it.
+        version = answer.segments[0].version if whole is None else whole.segments[-1].version
+        whole = joined(whole, unsampled(shown, version, begins_row=not row.token_ids))
+    return joined(whole, answer)
+
+
+def part_of(whole: Generation, start: int, end: int) -> Generation:
+    """Returns the tokens ``[start, end)`` of a row."""
+    segments = [
+        VersionSegment(version, max(first, start) - start, min(last, end) - start)
+        for version, first, last in whole.segments
+        if first < end and last > start
+    ]
+    columns = {name: getattr(whole, name) for name in columns_of(Generation)}
+    columns = {name: None if one is None else one[start:end] for name, one in columns.items()}
+    kept = replace(whole, segments=tuple(segments), environment_reward=None, new_rows=())
+    return replace(kept, num_context=0, **columns)
+
+
+class Replay:
+    """What an interrupted episode wrote, for one that begins again and asks the same.
+
+    A turn ends with a stop token, because no server generates past one, and before a token that was
+    not sampled::
+
+        token_ids   3 * 4 = 1 2 . <eos>
+        sampled     1 1 1 1 0 0 1 1
+        turns       [3 * 4 =] shown [1 2], [. <eos>]
+    """
+
+    def __init__(
+        self, prompt_ids: list[int], written: Generation, stop_token_ids: Collection[int]
+    ) -> None:
+        self._written, self._stop_ids = written, frozenset(stop_token_ids)
+        self._num_left = written.num_trained
+        self.has_diverged = False
+        ids = written.token_ids.tolist()
+        starts = [start for start, _ in written.new_rows]
+        places = zip([0, *starts], [*starts, len(ids)], strict=True)
+        self._rows = [(prompt_ids if i == 0 else [], *place) for i, place in enumerate(places)]
+        self._ids = ids
+
+    def answer(self, context: list[int]) -> Generation | None:
+        """Returns what was written behind a context, which may be the beginning of a turn.
+
+        None if nothing was, or if an earlier context was another one: then all is written anew.
+        """
+        for before, start, end in self._rows if self._num_left and not self.has_diverged else ():
+            place = start + len(context) - len(before)
+            is_known = start <= place < end and context == [*before, *self._ids[start:place]]
+            if is_known and (found := self._turn(place, end)) is not None:
+                self._num_left -= len(found.token_ids)
+                return found
+        self.has_diverged = self.has_diverged or self._num_left > 0
+        return None
+
+    def _turn(self, begin: int, row_end: int) -> Generation | None:
+        sampled, end = self._written.sampled, begin
+        while end < row_end and (sampled is None or sampled[end]):
+            end += 1
+            if self._ids[end - 1] in self._stop_ids:
+                break
+        if end == begin:
+            return None
+        is_last = end == len(self._ids) and self._ids[-1] not in self._stop_ids
+        reason = self._written.finish_reason if is_last else "stop"
+        return replace(part_of(self._written, begin, end), sampled=None, finish_reason=reason)

@@ -37,14 +37,14 @@ class ToolCall(NamedTuple):
     id: str = ""  # empty if the model wrote none
 
 
-class Spoken(NamedTuple):
+class ParsedAnswer(NamedTuple):
     """A message that a model wrote: the text beside its calls."""
 
     text: str
     calls: list[ToolCall]
 
 
-Parser = Callable[[str, Sequence[dict[str, Any]]], Spoken]
+Parser = Callable[[str, Sequence[dict[str, Any]]], ParsedAnswer]
 """Takes what a model wrote, and the tools that it was shown."""
 _Read = Callable[[re.Match[str], Sequence[dict[str, Any]]], tuple[list[ToolCall], int]]
 """Reads the calls behind the match of a beginning, and where they, or what is no call, end."""
@@ -71,14 +71,18 @@ def parser_of(template: ChatTemplate) -> Parser | None:
 
 def _cut_out(
     begin: re.Pattern[str], read: _Read, text: str, tools: Sequence[dict[str, Any]]
-) -> Spoken:
+) -> ParsedAnswer:
     calls: list[ToolCall] = []
     kept, place = [], 0
     while found := begin.search(text, place):
         new, end = read(found, tools)
         kept.append(text[place : found.start() if new else end])
         calls, place = calls + new, end
-    return Spoken("".join([*kept, text[place:]]).strip(), calls) if calls else Spoken(text, [])
+    return (
+        ParsedAnswer("".join([*kept, text[place:]]).strip(), calls)
+        if calls
+        else ParsedAnswer(text, [])
+    )
 
 
 def _json_form(begin: str, end: str) -> Parser:
@@ -108,7 +112,7 @@ def _read_functions(
     return [], len(found.string)  # what a call without an end quotes is no call
 
 
-def _parse_plain(text: str, tools: Sequence[dict[str, Any]]) -> Spoken:
+def _parse_plain(text: str, tools: Sequence[dict[str, Any]]) -> ParsedAnswer:
     """JSON without end marks is a call only if it names a given tool and has arguments."""
     names = [tool["function"]["name"] for tool in tools]
     is_json = text.lstrip().startswith(("{", "["))
@@ -120,7 +124,7 @@ def _parse_plain(text: str, tools: Sequence[dict[str, Any]]) -> Spoken:
             calls += _calls(value, names)
         except ValueError:
             break
-    return Spoken((before + text[place:]).strip(), calls) if calls else Spoken(text, [])
+    return ParsedAnswer((before + text[place:]).strip(), calls) if calls else ParsedAnswer(text, [])
 
 
 _FUNCTION = re.compile(rf"(?m)(?:<tool_call>\s*|^[ \t]*|(?<=</function>)\s*){FUNCTION}")

@@ -30,7 +30,7 @@ Tools = Sequence[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Context:
-    """What a request shows to the model. ``text`` is only that behind ``said``.
+    """What a request shows to the model. ``text`` is only that behind ``turn``, with which it begins.
 
     ``is_known``: it begins with what the episode has had, or repeats an earlier request.
     ``thinking`` is the state of the model's thinking (`thinking.py`).
@@ -38,20 +38,20 @@ class Context:
 
     token_ids: list[int]
     text: str = ""
-    said: "_Said | None" = None
+    turn: "Turn | None" = None
     is_known: bool = False
     thinking: str | None = None
 
 
 @dataclass(frozen=True)
-class _Said:
-    """A conversation up to a message that the model wrote.
+class Turn:
+    """A turn of the model, which ends a conversation, and what it was shown before.
 
     It holds only what follows the conversation ``before``: an episode of many requests would
     otherwise hold each of its tokens as many times.
     """
 
-    before: "_Said | None"
+    before: "Turn | None"
     own_ids: np.ndarray
     own_text: str
     is_cut: bool
@@ -69,7 +69,7 @@ class _Said:
             place += len(part.own_text)
         return text[place:]
 
-    def parts(self) -> list["_Said"]:
+    def parts(self) -> list["Turn"]:
         """Returns the conversations of which it consists, from the beginning on."""
         parts, part = [], self
         while part is not None:
@@ -83,9 +83,9 @@ class Transcript:
 
     def __init__(self, codec: TextCodec, *, templated: bool = False) -> None:
         self._codec, self._templated = codec, templated
-        self._of_messages: dict[bytes, _Said] = {}
+        self._of_messages: dict[bytes, Turn] = {}
         self._asked: set[bytes] = set()
-        self._of_text: list[_Said] = []
+        self._of_text: list[Turn] = []
 
     def context(
         self, messages: Sequence[Message], tools: Tools = (), *, continues: bool = False
@@ -96,29 +96,40 @@ class Transcript:
         """
         digests = _digests(messages, tools)
         if continues and messages and messages[-1]["role"] == "assistant":
-            said = self._of_messages.get(digests[-1])
-            if said is not None and said.is_cut:
-                ids = said.token_ids()
-                return Context(ids, said=said, is_known=True, thinking=said.thinking)
+            turn = self._of_messages.get(digests[-1])
+            if turn is not None and turn.is_cut:
+                ids = turn.token_ids()
+                return Context(ids, turn=turn, is_known=True, thinking=turn.thinking)
             text, begun = self._codec.unfinished_text(messages, tools), messages[-1]["content"]
             thinking = divided(begun, opened_by(text.removesuffix(begun)))[2]
             return replace(self._new(text), thinking=thinking)
-        said_up_to = [n for n, digest in enumerate(digests, 1) if digest in self._of_messages]
-        said = self._of_messages[digests[said_up_to[-1] - 1]] if said_up_to else None
-        if said is not None and not self._templated:
-            last, behind = said.own_ids[-1:].tolist(), messages[said_up_to[-1] :]
-            with contextlib.suppress(ValueError):  # tool messages without the calls they answer
-                return self._longer(self._codec.reply_text(behind, last, tools=tools), said)
-        text = self._codec.template.render(messages, tools=tools)
-        if said is not None and self._templated and (rest := said.rest_of(text)) is not None:
-            return self._longer(rest, said)
-        is_known = said is not None or digests[-1] in self._asked
+        known_up_to = [n for n, digest in enumerate(digests, 1) if digest in self._of_messages]
+        if known_up_to:
+            number = known_up_to[-1]
+            turn = self._of_messages[digests[number - 1]]
+            return self.context_behind(turn, messages[:number], messages[number:], tools)
+        is_known = digests[-1] in self._asked
         self._asked.add(digests[-1])
-        return self._new(text, is_known=is_known)
+        return self._new(self._codec.template.render(messages, tools=tools), is_known=is_known)
+
+    def context_behind(
+        self, turn: Turn, messages: Sequence[Message], behind: Sequence[Message], tools: Tools = ()
+    ) -> Context:
+        """Returns the context of the message after ``behind``; ``turn`` wrote the last of ``messages``.
+
+        It begins with the turn and all before it, if the template still writes them alike, or need not.
+        """
+        if not self._templated:
+            last = turn.own_ids[-1:].tolist()
+            with contextlib.suppress(ValueError):  # tool messages without the calls they answer
+                return self._longer(self._codec.reply_text(behind, last, tools=tools), turn)
+        text = self._codec.template.render([*messages, *behind], tools=tools)
+        rest = turn.rest_of(text) if self._templated else None
+        return self._new(text, is_known=True) if rest is None else self._longer(rest, turn)
 
     def text_context(self, text: str) -> Context:
         """Returns the context of a plain text, which may begin with an earlier text and its answer."""
-        rests = [(rest, said) for said in self._of_text if (rest := said.rest_of(text)) is not None]
+        rests = [(rest, turn) for turn in self._of_text if (rest := turn.rest_of(text)) is not None]
         if rests:
             return self._longer(*min(rests, key=lambda pair: len(pair[0])))
         return Context(self._codec.encode(text), text)
@@ -133,23 +144,27 @@ class Transcript:
         is_cut: bool = False,
     ) -> None:
         """Notes what the model wrote: the last of ``messages``, or the rest of a plain text."""
+        turn = self.turn(context, turn_ids, is_cut=is_cut)
+        if messages is None:
+            self._of_text.append(turn)
+        else:
+            self._of_messages[_digests(messages, tools)[-1]] = turn
+
+    def turn(self, context: Context, turn_ids: list[int], *, is_cut: bool = False) -> Turn:
+        """Returns what the model wrote behind a context."""
         written = self._codec.decode_exactly(turn_ids)
-        num_before = sum(len(part.own_ids) for part in context.said.parts()) if context.said else 0
-        said = _Said(
-            context.said,
+        num_before = sum(len(part.own_ids) for part in context.turn.parts()) if context.turn else 0
+        return Turn(
+            context.turn,
             np.array([*context.token_ids[num_before:], *turn_ids], np.int32),
             context.text + written,
             is_cut,
             divided(written, context.thinking)[2],
         )
-        if messages is None:
-            self._of_text.append(said)
-        else:
-            self._of_messages[_digests(messages, tools)[-1]] = said
 
-    def _longer(self, rest: str, said: _Said) -> Context:
-        ids = [*said.token_ids(), *self._codec.encode_continuation(rest)]
-        return Context(ids, rest, said, is_known=True, thinking=opened_by(rest))
+    def _longer(self, rest: str, turn: Turn) -> Context:
+        ids = [*turn.token_ids(), *self._codec.encode_continuation(rest)]
+        return Context(ids, rest, turn, is_known=True, thinking=opened_by(rest))
 
     def _new(self, text: str, *, is_known: bool = False) -> Context:
         ids = self._codec.encode_continuation(text)

@@ -12,7 +12,7 @@
 
 The second line writes the tasks as a file for ``prompts.path``. The options are those of the package's
 ``[env]`` table. Its harness asks the model through the endpoint, and the sum of its rewards is the
-episode's. Environments of earlier releases run with ``rollout.environment = "verifiers"``.
+episode's.
 """
 
 import argparse

@@ -1,29 +1,31 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Writes completions that programs drive, in the place of a `TrajectoryWriter`."""
+"""Writes completions that programs and environments drive, in the place of a `TrajectoryWriter`."""
 
 import asyncio
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from torchtitan.grpo.config import RolloutProcessConfig
+from torchtitan.grpo.rollout.agents.answering import EpisodeSettings
 from torchtitan.grpo.rollout.agents.endpoint import AgentEndpoint
-from torchtitan.grpo.rollout.agents.episode import AgentEpisode, EpisodeSettings
+from torchtitan.grpo.rollout.agents.episode import AgentEpisode
+from torchtitan.grpo.rollout.agents.failures import EnvironmentFailed
 from torchtitan.grpo.rollout.agents.programs import Access, Programs, make_programs, reward_of
 from torchtitan.grpo.rollout.agents.tool_calls import parser_of
 from torchtitan.grpo.rollout.drops import DropLog
-from torchtitan.grpo.rollout.environments import EnvironmentFailed
-from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher, Server
+from torchtitan.grpo.rollout.environments.program import Environments
+from torchtitan.grpo.rollout.serving.dispatcher import Server
 from torchtitan.grpo.rollout.serving.requests import Sampling
-from torchtitan.grpo.rollout.serving.spare_slots import SpareSlots
+from torchtitan.grpo.rollout.serving.spare_slots import Places
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 from torchtitan.grpo.rollout.trajectory import Trajectory
 from torchtitan.grpo.system.cores import usable_cores
 from torchtitan.grpo.types import Generation, Prompt
+from torchtitan.grpo.workers.owner import FailureLimit
 from torchtitan.grpo.workers.process import WorkerLost
 
 # If an episode's worker ends more often than this, the episode is assumed to be the cause.
@@ -35,19 +37,34 @@ _START_SECONDS, _STARTING_SECONDS = 300.0, 30.0
 
 @dataclass(frozen=True)
 class Agents:
-    """The programs of a run, where they reach the model, and places for those that start."""
+    """The programs of a run, where they reach the model, and places for those that start.
+
+    An episode may take ``own_seconds`` beside the model, and ``start_seconds`` until it asks first. If it
+    is interrupted, it begins anew, because it never ``goes_on``.
+    """
 
     endpoint: AgentEndpoint
     programs: Programs
+    own_seconds: float
+    start_seconds: float
     starting: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(sys.maxsize))
+    goes_on = False
 
     @classmethod
     def of(cls, config: RolloutProcessConfig, drops: DropLog, name: str = "") -> "Agents":
-        programs = make_programs(
-            config.agent, config.rollout, config.workers, drops.record_episode, name
+        agent = config.agent
+        programs = make_programs(agent, config.rollout, config.workers, drops.record_episode, name)
+        return cls(
+            AgentEndpoint(agent.host, config.seq_len),
+            programs,
+            agent.timeout_seconds,
+            max(agent.timeout_seconds, _START_SECONDS if agent.command else 0),
+            asyncio.Semaphore(usable_cores() if agent.command else sys.maxsize),
         )
-        starting = asyncio.Semaphore(usable_cores() if config.agent.command else sys.maxsize)
-        return cls(AgentEndpoint(config.agent.host, config.seq_len), programs, starting)
+
+    @property
+    def limit(self) -> FailureLimit:
+        return self.programs.limit
 
     async def start(self) -> None:
         await self.endpoint.start()
@@ -57,50 +74,16 @@ class Agents:
         await self.programs.close()
         await self.endpoint.close()
 
+    async def run(self, prompt: Prompt, episode: AgentEpisode) -> Any:
+        access = Access(self.endpoint.url, episode.key, episode.name)
+        self.endpoint.open(episode)
+        try:
+            return await self.programs.run(prompt, access)
+        finally:
+            self.endpoint.forget(episode)
 
-class AgentWriter:
-    """Starts episodes, and returns the rows of each as one completion.
-
-    An episode of a stopped run, or of a lost worker, begins again: what it had is dropped.
-    """
-
-    has_environment = True
-
-    def __init__(
-        self,
-        places: Dispatcher | SpareSlots,
-        sampling: Sampling,
-        config: RolloutProcessConfig,
-        codec: TextCodec,
-        agents: Agents,
-    ) -> None:
-        self._agents = agents
-        self._timeout = config.agent.timeout_seconds
-        self._start_timeout = max(self._timeout, _START_SECONDS if config.agent.command else 0)
-        self._settings = EpisodeSettings(
-            places=places,
-            sampling=sampling,
-            codec=codec.bounded(sampling.max_total_tokens),
-            parser=parser_of(codec.template) if codec.has_chat_template() else None,
-            config=config,
-        )
-
-    def start(
-        self, prompt: Prompt, server: Server, *, sample: int = 0, **unused: object
-    ) -> Trajectory:
-        """Starts an episode; its requests go to ``server``, or to one of no older version."""
-        floor = server.version
-        assert floor is not None, f"{server.url} is not ready"
-        trajectory = Trajectory(prompt, None, sample)
-        begin = partial(AgentEpisode, self._settings, prompt, sample, floor, server)
-        first = begin()
-        trajectory.task = asyncio.create_task(self._write(prompt, first, begin))
-        trajectory.task.add_done_callback(lambda _: first.close())  # also if it never began
-        return trajectory
-
-    def metrics(self) -> dict[str, float]:
-        counts, failures = self._settings.counts, self._agents.programs.limit.failures
-        num_episodes = max(counts["episodes"], 1)
+    def metrics(self, counts: dict[str, int]) -> dict[str, float]:
+        failures, num_episodes = self.limit.failures, max(counts["episodes"], 1)
         return {
             "agent/requests": counts["requests"] / num_episodes,
             "agent/conversations": counts["conversations"] / num_episodes,
@@ -114,10 +97,76 @@ class AgentWriter:
             "agent/begun_again": float(counts["begun_again"]),
         }
 
+
+Players = Agents | Environments
+
+
+class EpisodeWriter:
+    """Starts episodes, and returns the rows of each as one completion.
+
+    An episode of a stopped run, or of a lost worker, begins again.
+    """
+
+    has_environment = True
+
+    def __init__(
+        self,
+        places: Places,
+        sampling: Sampling,
+        config: RolloutProcessConfig,
+        codec: TextCodec,
+        players: Players,
+    ) -> None:
+        self._players = players
+        self._settings = EpisodeSettings(
+            places=places,
+            sampling=sampling,
+            codec=codec.bounded(sampling.max_total_tokens),
+            parser=parser_of(codec.template) if codec.has_chat_template() else None,
+            config=config,
+        )
+
+    def start(
+        self,
+        prompt: Prompt,
+        server: Server,
+        *,
+        sample: int = 0,
+        begun: Generation | None = None,
+        expected_tokens: float | None = None,
+    ) -> Trajectory:
+        """Starts an episode; its requests go to ``server``, or to one of no older version."""
+        floor, goes_on = server.version, self._players.goes_on
+        assert floor is not None, f"{server.url} is not ready"
+        trajectory = Trajectory(prompt, begun if goes_on else None, sample)
+
+        def note(so_far: Generation) -> None:
+            trajectory.so_far = so_far
+
+        def begin() -> AgentEpisode:
+            return AgentEpisode(
+                self._settings,
+                prompt,
+                sample,
+                floor,
+                server,
+                begun=trajectory.so_far,
+                on_progress=note if goes_on else None,
+                expected_tokens=expected_tokens if goes_on else None,
+            )
+
+        first = begin()
+        trajectory.task = asyncio.create_task(self._write(prompt, first, begin))
+        trajectory.task.add_done_callback(lambda _: first.close())  # also if it never began
+        return trajectory
+
+    def metrics(self) -> dict[str, float]:
+        return self._players.metrics(self._settings.counts)
+
     async def _write(
         self, prompt: Prompt, episode: AgentEpisode, begin: Callable[[], AgentEpisode]
     ) -> Generation:
-        limit = self._agents.programs.limit
+        limit = self._players.limit
         num_lost = 0
         while True:
             try:
@@ -141,18 +190,15 @@ class AgentWriter:
                 return whole
 
     async def _episode(self, prompt: Prompt, episode: AgentEpisode) -> Generation:
-        endpoint, programs = self._agents.endpoint, self._agents.programs
-        await self._agents.starting.acquire()
+        await self._players.starting.acquire()
         episode.begin()
-        endpoint.open(episode)
-        access = Access(endpoint.url, episode.key, episode.name)
-        program = asyncio.create_task(programs.run(prompt, access))
+        program = asyncio.create_task(self._players.run(prompt, episode))
         try:
             try:
-                seconds = min(self._start_timeout, _STARTING_SECONDS)
+                seconds = min(self._players.start_seconds, _STARTING_SECONDS)
                 await _first_of({program, episode.asked}, seconds)
             finally:
-                self._agents.starting.release()
+                self._players.starting.release()
             reward = reward_of(await self._result(program, episode))
             episode.reward = episode.reward if reward is None else reward
             whole = episode.whole()
@@ -165,7 +211,6 @@ class AgentWriter:
             self._count(episode)
             return whole
         finally:
-            endpoint.forget(episode)
             episode.close()
             program.cancel()
             await asyncio.wait({program})  # killing a process takes milliseconds
@@ -174,13 +219,13 @@ class AgentWriter:
         """Waits for a program; raises EnvironmentFailed after its own time, and ServerError."""
         while not program.done():
             has_asked = episode.asked.done()
-            limit = self._timeout if has_asked else self._start_timeout
+            limit = self._players.own_seconds if has_asked else self._players.start_seconds
             left = limit - episode.own_seconds()
             if left <= 0:
                 what = "took longer than" if has_asked else "sent no request within"
                 raise EnvironmentFailed(
                     "timeout",
-                    f"An agent {what} {limit:g} s (agent.timeout_seconds = {self._timeout:g}), not "
+                    f"An agent {what} {limit:g} s (agent.timeout_seconds = {self._players.own_seconds:g}), not "
                     "counting the time in which the model wrote; its program was ended.",
                 )
             # The time stands still while the model writes, and begins again with the first request.

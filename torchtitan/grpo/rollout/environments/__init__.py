@@ -3,25 +3,17 @@
 
 """Environments answer the model between its turns in multi-turn rollouts.
 
-In reading order: `protocol` (the interface of an environment), `episode` (one completion with its
-environment), `environment_pool` and `environment_worker` (the processes in which environments run).
-`calculator` is an example, and `verifiers` is an adapter.
+In reading order: `protocol` (the interface of an environment), `program` (one episode, which is that of
+an agent: `rollout/agents/`), `observing` (from an observation to the next context), and `player` (calls
+environments in a worker process). `calculator` is an example.
 """
 
-from torchtitan.grpo.rollout.environments.environment_pool import (
-    EnvironmentFailed,
-    EnvironmentPool,
-    EnvironmentsFailing,
-)
-from torchtitan.grpo.rollout.environments.episode import Episode, Episodes
+from torchtitan.grpo.rollout.agents.failures import EnvironmentFailed, EnvironmentsFailing
 from torchtitan.grpo.rollout.environments.protocol import Environment, Observation
 
 __all__ = [
     "Environment",
     "EnvironmentFailed",
-    "EnvironmentPool",
     "EnvironmentsFailing",
-    "Episode",
-    "Episodes",
     "Observation",
 ]

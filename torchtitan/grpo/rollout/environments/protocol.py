@@ -60,8 +60,8 @@ class Environment(Protocol):
     than ``rollout.environment_timeout_seconds``, the completion fails.
 
     After a resume, or if its process was lost, an episode begins a second time. A new environment
-    then gets the same prompt and the same turns. If it makes the same observations, the completion
-    continues. Otherwise, the completion starts again from the prompt.
+    then gets the same prompt and the same turns, up to where the completion was. From the first
+    observation on that is another one than before, the model writes its turns anew.
     """
 
     stop_strings: Sequence[str] = ()

@@ -37,9 +37,8 @@ from torchtitan.grpo.rollout.serving.attempts import (
     is_overdue,
 )
 from torchtitan.grpo.rollout.serving.concurrency import ConcurrencyWindow
-from torchtitan.grpo.rollout.serving.patience import Patience
 from torchtitan.grpo.rollout.serving.requests import Sampling
-from torchtitan.grpo.rollout.serving.server_state import Job, Server, best_server
+from torchtitan.grpo.rollout.serving.server_state import Job, Patience, Server, best_server
 from torchtitan.grpo.system.waits import wait_at_most
 from torchtitan.grpo.types import Generation, Prompt
 
@@ -303,13 +302,20 @@ class Dispatcher:
         return task
 
     @contextmanager
-    def hold(self, *, is_evaluation: bool = False) -> Iterator[None]:
-        """Counts a completion as in flight while its environment runs and no server generates it."""
+    def hold(self, server: Server | None = None, *, is_evaluation: bool = False) -> Iterator[None]:
+        """Counts a completion as in flight while its environment runs and no server generates it.
+
+        With ``server``, it also keeps a place there: it is about to be generated.
+        """
         self._count_flight(1, is_evaluation)
         self.num_held += not is_evaluation
+        expected = self._mean_tokens or 1.0
+        job = server and server.begin_job(expected, is_evaluation=is_evaluation)
         try:
             yield
         finally:
+            if server is not None and job is not None:
+                server.end_job(job)
             self.num_held -= not is_evaluation
             self._count_flight(-1, is_evaluation)
 

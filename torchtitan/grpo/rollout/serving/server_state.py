@@ -1,13 +1,13 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The state of one server, as the dispatcher sees it, and the choice among servers."""
+"""The state of one server, as the dispatcher sees it, the choice among servers, and waits for one."""
 
 import asyncio
 import logging
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 
@@ -264,6 +264,25 @@ class Server:
         backoff = _FIRST_BACKOFF_SECONDS * 2 ** min(self.failures_in_a_row, 16)
         self.retry_at = now + min(backoff, _LONGEST_BACKOFF_SECONDS)
         self.failures_in_a_row += 1
+
+
+class Patience:
+    """Ends after some seconds, not counting those in which no server can come but one that sleeps.
+
+    Servers sleep while the trainer trains, for as long as that takes.
+    """
+
+    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._left, self._clock, self._looked_at = seconds, clock, clock()
+
+    def has_ended(self, servers: Iterable[Server]) -> bool:
+        """Must be asked often: what ``servers`` do now is assumed to hold since the last call."""
+        now = self._clock()
+        awaited = [s for s in servers if s.waits_for_devices or not s.is_down]
+        if not awaited or any(not server.waits_for_devices for server in awaited):
+            self._left -= now - self._looked_at
+        self._looked_at = now
+        return self._left < 0
 
 
 class HasLoad(Protocol):

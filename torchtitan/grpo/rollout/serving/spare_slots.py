@@ -13,13 +13,16 @@ import asyncio
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 
+from torchtitan.grpo.inference.client import ServerError
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher, Server
 from torchtitan.grpo.rollout.serving.requests import Sampling
+from torchtitan.grpo.rollout.serving.server_state import Patience
 from torchtitan.grpo.types import Generation, Prompt
 
 _MUCH_KV = 0.8
 # The part of ``max_concurrent`` that may be in flight even if rollouts leave no room.
 _ALWAYS = 16
+_LOOK_SECONDS = 0.5
 
 
 class SpareSlots:
@@ -78,8 +81,8 @@ class SpareSlots:
     async def until_attested(self, seconds: float) -> None:
         await self._dispatcher.until_attested(seconds)
 
-    def hold(self) -> AbstractContextManager[None]:
-        return self._dispatcher.hold(is_evaluation=True)
+    def hold(self, server: Server | None = None) -> AbstractContextManager[None]:
+        return self._dispatcher.hold(server, is_evaluation=True)
 
     def _is_allowed(self, server: Server) -> bool:
         servers = self._dispatcher.servers.values()
@@ -93,3 +96,24 @@ class SpareSlots:
         if reported is not None and (reported.kv_use or 0.0) > _MUCH_KV:
             return False
         return server.free_places() > server.num_evaluated
+
+
+Places = Dispatcher | SpareSlots
+"""Where completions are generated: those of rollouts, or those of an evaluation."""
+
+
+async def next_server(places: Places, floor: int, former_url: str, wait_seconds: float) -> Server:
+    """Waits for the former server, which has the prefix, or another one of version ``floor`` or newer."""
+    patience = Patience(wait_seconds)
+    while True:
+        server = places.choose(lambda version: version >= floor, prefer=former_url, has_begun=True)
+        if server is not None:
+            return server
+        if patience.has_ended(places.servers.values()):
+            raise ServerError(
+                f"No server of policy_version {floor} or newer was ready to continue a completion "
+                f"within rollout.request_timeout_seconds = {wait_seconds:g}. The previous "
+                f"segment was generated on {former_url}. Check the servers' logs, or raise "
+                "rollout.request_timeout_seconds."
+            )
+        await places.until_attested(_LOOK_SECONDS)

@@ -17,8 +17,7 @@ from torchtitan.grpo.inference.client import ServerError, ServerLoad
 from torchtitan.grpo.rollout.drops import DropLog
 from torchtitan.grpo.rollout.serving import dispatcher as dispatcher_module
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher
-from torchtitan.grpo.rollout.serving.patience import Patience
-from torchtitan.grpo.rollout.serving.server_state import Server
+from torchtitan.grpo.rollout.serving.server_state import Patience, Server
 from torchtitan.grpo.rollout.serving.spare_slots import SpareSlots
 from torchtitan.grpo.rollout.trajectory import TrajectoryWriter
 from torchtitan.grpo.types import GenerateRequest, Generation, Prompt

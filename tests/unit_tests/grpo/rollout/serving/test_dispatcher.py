@@ -46,6 +46,15 @@ def test_server_gets_work_only_after_it_was_attested():
     assert dispatcher.choose(lambda version: True) is None
 
 
+def test_an_episode_that_is_about_to_ask_keeps_a_place_on_its_server():
+    dispatcher = attested(*servers_named("ab"))
+    first, second = dispatcher.servers.values()
+    with dispatcher.hold(first):
+        assert dispatcher.choose(lambda version: True) is second
+        assert (dispatcher.in_flight, first.load) == (1, 1)
+    assert (dispatcher.in_flight, first.load) == (0, 0)
+
+
 async def test_who_waits_for_a_server_hears_at_once_when_one_is_attested():
     dispatcher = make(*servers_named("ab"))
     for version, name in enumerate("ab"):

@@ -1,0 +1,205 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""The program of an episode with an environment, which runs here and calls it in a worker process.
+
+It asks the model for a turn with token ids, has the environment read the turn, and asks again with
+the observation behind it. After its process was lost, or after a resume, a new environment gets the
+same turns. Where it makes another observation than before, the model goes on from there.
+"""
+
+import asyncio
+import itertools
+import logging
+import math
+import sys
+import time
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from torchtitan.grpo.config import RolloutProcessConfig
+from torchtitan.grpo.config.environments import own_key
+from torchtitan.grpo.rollout.agents.episode import AgentEpisode
+from torchtitan.grpo.rollout.agents.episode_workers import EpisodeWorker, EpisodeWorkers
+from torchtitan.grpo.rollout.agents.failures import EnvironmentFailed
+from torchtitan.grpo.rollout.agents.function_worker import LoadEnvironment
+from torchtitan.grpo.rollout.agents.programs import REWARD, finite_number
+from torchtitan.grpo.rollout.drops import DropLog
+from torchtitan.grpo.rollout.environments.observing import Observer
+from torchtitan.grpo.rollout.environments.protocol import Observation
+from torchtitan.grpo.types import Prompt
+from torchtitan.grpo.workers.channel import NotPlainData, Refused, not_passed
+from torchtitan.grpo.workers.process import WorkerLost
+
+logger = logging.getLogger(__name__)
+
+
+class Environments:
+    """``rollout.environment`` of a run; ``stop_strings`` are known once it is started.
+
+    An interrupted episode is played again up to where it was, from where it ``goes_on``.
+    """
+
+    own_seconds = start_seconds = math.inf  # each call has its own limit
+    goes_on = True
+
+    def __init__(self, config: RolloutProcessConfig, drops: DropLog, name: str = "") -> None:
+        rollout = config.rollout
+        assert rollout.environment is not None, "rollout.environment must be set"
+        self.seconds = rollout.environment_timeout_seconds
+        self.workers = EpisodeWorkers(
+            LoadEnvironment(rollout.environment, rollout.environment_options),
+            rollout.environment_workers,
+            own_key(name, "rollout.environment"),
+            rollout.environment,
+            timeout_seconds=(self.seconds, "rollout.environment_timeout_seconds"),
+            rollout=rollout,
+            workers=config.workers,
+            on_failure=drops.record_episode,
+        )
+        self.limit = self.workers.limit
+        self.starting = asyncio.Semaphore(sys.maxsize)
+        self.closing: set[asyncio.Task[None]] = set()
+
+    @property
+    def stop_strings(self) -> list[str]:
+        assert self.workers.loaded is not None, "start() comes first"
+        return self.workers.loaded
+
+    async def start(self) -> None:
+        await self.workers.start()
+
+    async def close(self) -> None:
+        closing = list(self.closing)
+        for task in closing:
+            task.cancel()
+        await asyncio.gather(*closing, return_exceptions=True)
+        await self.workers.close()
+
+    async def run(self, prompt: Prompt, episode: AgentEpisode) -> float | None:
+        """Plays one episode, and returns the sum of its rewards.
+
+        Raises EnvironmentFailed, ServerError, and WorkerLost if the episode may begin again.
+        """
+        environment, reward = _RemoteEnvironment(self, prompt), None
+        observer = Observer(episode.settings, prompt)
+        try:
+            asked = observer.first()
+            while asked is not None:
+                episode.note_request()
+                (turn,) = (await episode.answer(asked)).choices
+                await environment.opening
+                started = time.monotonic()
+                observation = await environment.step(turn.text, turn.token_ids)
+                episode.counts["step_microseconds"] += round(1e6 * (time.monotonic() - started))
+                reward = _added(reward, observation.reward)
+                if observation.is_done:
+                    return reward
+                asked = await episode.in_thread(partial(observer.observe, turn, observation))
+            episode.cut()
+            return _added(reward, await environment.cut_off())
+        finally:
+            episode.counts["rewritten"] = observer.num_rewritten
+            environment.close()
+
+    def metrics(self, counts: dict[str, int]) -> dict[str, float]:
+        step_seconds, failures = counts["step_microseconds"] / 1e6, self.limit.failures
+        return {
+            "environment/step_seconds": step_seconds / max(counts["requests"], 1),
+            "environment/own_seconds": step_seconds / max(counts["episodes"], 1),
+            "environment/failed_episodes": float(failures.total()),
+            "environment/timeouts": float(failures["timeout"]),
+            "environment/replayed_turns": float(counts["replayed"]),
+            "environment/restarted_completions": float(counts["diverged"]),
+            "environment/rewritten_contexts": float(counts["rewritten"]),
+        }
+
+
+class _RemoteEnvironment:
+    """An environment in a worker process; see ``protocol.Environment``.
+
+    Its methods raise EnvironmentFailed if the environment's raised or timed out, and WorkerLost if
+    the process has ended. ``opening`` ends with its reset, while the model writes its first turn.
+    """
+
+    _numbers = itertools.count()
+
+    def __init__(self, owner: Environments, prompt: Prompt) -> None:
+        self._owner, self._number = owner, next(self._numbers)
+        self._worker: EpisodeWorker | None = None
+        self._hangs = False
+        self.opening = asyncio.create_task(self._open(prompt))
+        # If the task is never awaited, the completion has already failed, so its error is ignored.
+        self.opening.add_done_callback(lambda task: task.cancelled() or task.exception())
+
+    async def step(self, text: str, token_ids: list[int]) -> Observation:
+        return msgspec.convert(
+            await self._call("step", text=text, token_ids=token_ids), Observation
+        )
+
+    async def cut_off(self) -> float | None:
+        return await self._call("cut_off")
+
+    def close(self) -> None:
+        """Ends the episode in the background."""
+        task = asyncio.create_task(self._finish())
+        self._owner.closing.add(task)
+        task.add_done_callback(self._owner.closing.discard)
+
+    async def _open(self, prompt: Prompt) -> None:
+        self._worker = await self._owner.workers.enter()
+        ids = prompt.token_ids.tolist()
+        given = {"text": prompt.text, "token_ids": ids, "columns": prompt.columns}
+        try:
+            await self._call("reset", group_id=prompt.group_id, **given)
+        except NotPlainData as error:
+            message = not_passed(prompt, prompt.columns, "the environment", error)
+            raise EnvironmentFailed("column", message) from error
+
+    async def _finish(self) -> None:
+        try:
+            await asyncio.wait({self.opening})  # an environment is not closed amid its reset
+        except asyncio.CancelledError:
+            self.opening.cancel()
+            raise
+        worker, workers = self._worker, self._owner.workers
+        if worker is None:
+            return
+        try:
+            if not (self._hangs or worker.process.is_lost):  # a hanging thread would not answer
+                await self._call("close")
+        except (EnvironmentFailed, WorkerLost) as error:
+            logger.warning("An environment was not closed: %s", error)
+        finally:
+            await workers.leave(worker)
+
+    async def _call(self, method: str, **arguments: Any) -> Any:
+        worker, workers, seconds = self._worker, self._owner.workers, self._owner.seconds
+        assert worker is not None, "an environment is opened first"
+        row = {"episode": self._number, "method": method, **arguments}
+        try:
+            async with asyncio.timeout(seconds):
+                reply = await workers.call(worker, row, {})
+        except TimeoutError as error:
+            self._hangs = True
+            await workers.retire(worker)
+            raise EnvironmentFailed(
+                "timeout",
+                f"The environment's {method} took longer than "
+                f"rollout.environment_timeout_seconds = {seconds:g}.",
+            ) from error
+        if isinstance(reply, Refused):
+            kind = f"reset {reply.kind}" if method == "reset" else reply.kind
+            raise EnvironmentFailed(kind, f"The environment's {method}: {reply.message}")
+        return reply.result
+
+
+def _added(total: float | None, reward: float | None) -> float | None:
+    if reward is None:
+        return total
+    if finite_number(total := (total or 0.0) + reward) is None:
+        text = f"The rewards of an episode must add up to {REWARD}, got {total:g}."
+        raise EnvironmentFailed("bad reward", text)
+    return total
