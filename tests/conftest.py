@@ -19,13 +19,27 @@ from hypothesis import settings
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.append(str(REPOSITORY / "tests" / "programs"))
 
+import forked
 from forked import ForkServer
 
+# Each rank would start a process that imports torch to compile with it, and compile headers first
+# that few kernels use.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
 # An example takes as long as the machine lets it: bounds of time belong to benchmarks.
 # The same examples in every run; `pytest --hypothesis-profile search` looks for others.
 settings.register_profile("grpo", deadline=None, derandomize=True)
 settings.register_profile("search", deadline=None)
 settings.load_profile("grpo")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Begins the fork server that all workers of pytest-xdist, and benchmarks that tests run, share."""
+    if config.getoption("numprocesses", None) and forked.SHARED not in os.environ:
+        server = ForkServer()
+        server.begin()
+        os.environ[forked.SHARED] = str(server.folder)
+        config.add_cleanup(server.close)
 
 
 @pytest.hookimpl(tryfirst=True)

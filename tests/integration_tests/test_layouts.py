@@ -22,7 +22,8 @@ def reward(prompts, completions, **columns):
     ("config", "num_ranks", "more"),
     [
         pytest.param("tensor_parallel", 2, (), marks=pytest.mark.long),
-        ("zero_bubble", 2, ()),
+        # The layout of "3d" has its schedule, too.
+        pytest.param("zero_bubble", 2, (), marks=pytest.mark.long),
         # The unit tests of the schedule compare its gradients, and those of shards their collection.
         pytest.param(
             "zero_bubble", 2, ("--parallelism.pipeline_parallel_schedule=Helix",),

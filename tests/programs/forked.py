@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 _PROGRAM = Path(__file__).with_name("fork_server.py")
 _START_SECONDS = 300.0
+# Names the folder of a server that a process above this one has begun.
+SHARED = "GRPO_TEST_FORK_SERVER"
 
 # An interpreter for `inference.python`: it takes the command line of a launched embedded
 # server, has the fork server start it, and stands for it. Signals are passed on, but for
@@ -97,16 +99,19 @@ class ForkedProcess:
 
 
 class ForkServer:
-    """The server, which is started with its first process."""
+    """The server, which is started with its first process, or the one whose folder `SHARED` names."""
 
     def __init__(self) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="fork-server-"))
-        self._address = str(self._folder / "socket")
-        self._python = self._folder / "python"
+        shared = os.environ.get(SHARED)
+        self._is_others = shared is not None
+        self.folder = Path(shared or tempfile.mkdtemp(prefix="fork-server-"))
+        self._address = str(self.folder / "socket")
+        self._python = self.folder / "python"
         self._control: socket.socket | None = None
 
-    def _begin(self) -> None:
-        if self._control is not None:
+    def begin(self) -> None:
+        """Starts the server, which then imports while the caller goes on."""
+        if self._is_others or self._control is not None:
             return
         self._control, control = socket.socketpair()
         with socket.socket(socket.AF_UNIX) as listener, control:
@@ -120,7 +125,7 @@ class ForkServer:
                 # pyarrow's own allocator would start a thread.
                 "JE_ARROW_MALLOC_CONF": "background_thread:false",
             }  # fmt: skip
-            with (self._folder / "log").open("w") as log:
+            with (self.folder / "log").open("w") as log:
                 subprocess.run(
                     [sys.executable, str(_PROGRAM), *map(str, sockets)],
                     env=environment, pass_fds=sockets, stdin=subprocess.DEVNULL,
@@ -143,18 +148,18 @@ class ForkServer:
         output: IO[Any] | None = None,
         errors: IO[Any] | None = None,
     ) -> ForkedProcess:
-        self._begin()
+        self.begin()
         file = sys.stdout.fileno() if output is None else output.fileno()
         error_file = file if errors is None else errors.fileno()
         what = job(program, arguments, num_ranks, environment, folder)
         try:
             return connect(self._address, what, file, error_file)
         except RuntimeError as error:
-            raise RuntimeError((self._folder / "log").read_text()[-4000:]) from error
+            raise RuntimeError((self.folder / "log").read_text()[-4000:]) from error
 
     def launcher(self) -> str:
         """An executable for `inference.python`: embedded servers start by a fork."""
-        self._begin()
+        self.begin()
         return str(self._python)
 
     def start_server(self, spec: "ServerSpec", log_file: Path) -> "LaunchedServer":
@@ -172,9 +177,11 @@ class ForkServer:
         return local_servers.LaunchedServer(spec, process, log_file)
 
     def close(self) -> None:
+        if self._is_others:
+            return
         if self._control is not None:
             self._control.close()
-        shutil.rmtree(self._folder)
+        shutil.rmtree(self.folder)
 
 
 def job(

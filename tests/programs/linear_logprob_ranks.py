@@ -15,13 +15,13 @@ def main(arguments):
     return {"cases": [compare(vocab, arguments["temperature"]) for vocab in arguments["vocabs"]]}
 
 
-def compare(vocab: int, temperature: float) -> dict:
+def compare(vocab: int, temperature: float, tokens: tuple[int, int] = (2, 9)) -> dict:
     torch.manual_seed(0)
-    hidden = torch.randn(2, 9, 8)
+    hidden = torch.randn(*tokens, 8)
     weight = torch.randn(vocab, 8)
-    labels = torch.randint(0, vocab, (2, 9))
-    others = torch.rand(2, 9, vocab).topk(min(vocab, 40)).indices
-    grads = torch.randn(2, 9, 2 + others.shape[-1])
+    labels = torch.randint(0, vocab, tokens)
+    others = torch.rand(*tokens, vocab).topk(min(vocab, 40)).indices
+    grads = torch.randn(*tokens, 2 + others.shape[-1])
     settings = {
         "temperature": temperature, "chunk_tokens": 3, "with_entropy": True, "other_ids": others,
     }  # fmt: skip

@@ -4,7 +4,10 @@ Measures what differs from float64 and from the passes, and the bytes that the k
 """
 
 import itertools
-import os
+import json
+import multiprocessing
+import sys
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -155,19 +158,39 @@ def bytes_per_logit(traffic: Traffic) -> dict[str, list[float]]:
     return {name: [n / logits.numel() for n in counts] for name, counts in found.items()}
 
 
-def main(arguments):
+def sharded_rank(rank: int, num_ranks: int, store: str, results: Any) -> None:
+    method = f"file://{store}"
+    dist.init_process_group("gloo", init_method=method, rank=rank, world_size=num_ranks)
+    results.put([compare_ranks(vocab, 0.7, TOKENS) for vocab in (301, 4)])
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    """Prints, as JSON, what each rank found with a vocabulary sharded over all, and what one found."""
+    num_ranks, store = int(sys.argv[1]), sys.argv[2]
     traffic = Traffic()
     softmax_passes.sum_slice.register_kernel("cpu")(softmax_kernels.sum_slice)
     softmax_passes.write_grads.register_kernel("cpu")(softmax_kernels.write_grads)
-    if arguments["num_ranks"] > 1:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{arguments['store']}", rank=int(os.environ["RANK"]),
-            world_size=arguments["num_ranks"],
-        )  # fmt: skip
-        return {"cases": [compare_ranks(vocab, 0.7) for vocab in (301, 4)]}
-    return {
+    # Before the first kernel, so that no thread is lost in a fork.
+    context = multiprocessing.get_context("fork")
+    results = context.Queue()
+    ranks = [
+        context.Process(target=sharded_rank, args=(rank, num_ranks, store, results))
+        for rank in range(num_ranks)
+    ]
+    for process in ranks:
+        process.start()
+    found = {
         "bytes": bytes_per_logit(traffic),
         "half": half_precision_errors(),
         "errors": largest_errors(),
         "used": traffic.take(),
     }
+    found["sharded"] = [results.get(timeout=300) for _ in ranks]
+    for process in ranks:
+        process.join(60)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -8,6 +8,7 @@ from collections import Counter
 
 import pytest
 import torch
+from light import LIGHT
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtitan.grpo.losses import softmax_passes
@@ -19,34 +20,19 @@ triton = pytest.importorskip("triton", reason="the kernels need triton")
 
 
 @pytest.fixture(scope="module")
-def interpret(repository, tmp_path_factory):
-    """Runs `tests/programs/softmax_kernel_cases.py` in Triton's interpreter, on some ranks."""
-
-    def run(num_ranks: int) -> list[dict]:
-
-        folder = tmp_path_factory.mktemp("interpreted")
-        arguments = json.dumps({"num_ranks": num_ranks, "store": str(folder / "store")})
-        command = [sys.executable, repository / "tests/programs/run.py", "softmax_kernel_cases"]
-        # The variable counts when triton is imported, so that a process of its own is needed.
-        environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-        ranks = [
-            subprocess.Popen(
-                [*command, str(folder), arguments], env=environment | {"RANK": str(rank)},
-                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            )
-            for rank in range(num_ranks)
-        ]  # fmt: skip
-        for process in ranks:
-            console, _ = process.communicate(timeout=600)
-            assert process.returncode == 0, console[-8000:]
-        return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(num_ranks)]
-
-    return run
-
-
-@pytest.fixture(scope="module")
-def interpreted(interpret) -> dict:
-    return interpret(1)[0]
+def interpreted(repository, tmp_path_factory) -> dict:
+    """What `tests/programs/softmax_kernel_cases.py` finds in Triton's interpreter."""
+    program = repository / "tests/programs/softmax_kernel_cases.py"
+    start = f"{LIGHT}import runpy, sys; sys.path.insert(0, {str(program.parent)!r})\n"
+    start += f"runpy.run_path({str(program)!r}, run_name='__main__')"
+    store = tmp_path_factory.mktemp("interpreted") / "store"
+    # The variable counts when triton is imported, so that a process of its own is needed.
+    process = subprocess.run(
+        [sys.executable, "-c", start, "3", str(store)], capture_output=True, text=True, timeout=600,
+        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert process.returncode == 0, process.stderr[-8000:]
+    return json.loads(process.stdout.splitlines()[-1])
 
 
 def test_values_and_gradients_of_the_kernels_are_those_of_float64(interpreted):
@@ -71,10 +57,11 @@ def test_each_kernel_moves_the_bytes_that_it_must(interpreted):
     assert loaded_and_stored["backward to torch.bfloat16"] == pytest.approx([4, 2], abs=0.05)
 
 
-def test_the_kernels_work_with_a_vocabulary_sharded_over_ranks(interpret):
-    for result in interpret(3):  # of four tokens, the last rank holds none
-        for case in result["cases"]:
-            assert max(case["errors"].values()) < 1e-5, result
+def test_the_kernels_work_with_a_vocabulary_sharded_over_ranks(interpreted):
+    assert len(interpreted["sharded"]) == 3
+    for cases in interpreted["sharded"]:  # of four tokens, the last rank holds none
+        for case in cases:
+            assert max(case["errors"].values()) < 1e-5, case
 
 
 class CountOperators(TorchDispatchMode):

@@ -73,16 +73,11 @@ SETTINGS = {"lr": 1e-2, "weight_decay": 0.1, "muon_lr": 2e-2, "muon_dtype": "flo
 # A gradient's last bits grow in the iteration, by up to its slope at 0 (about 500 after 5 steps).
 BOUND = 5e-3
 DENSE = {
-    2: {
-        "fsdp2": {"dp_shard": 2},
-        "tp2": {"tp": 2},
-        "replicate2": {"dp_replicate": 2},
-        "pp2 in a V": {"pp": 2, "schedule": "ZBVZeroBubble"},
-    },
+    2: {"tp2": {"tp": 2}, "replicate2": {"dp_replicate": 2}},
     4: {
         "hsdp2x2": {"dp_replicate": 2, "dp_shard": 2},
         "fsdp2 tp2": {"dp_shard": 2, "tp": 2},
-        "fsdp2 pp2": {"dp_shard": 2, "pp": 2, "schedule": "1F1B"},
+        "fsdp2 pp2 in a V": {"dp_shard": 2, "pp": 2, "schedule": "ZBVZeroBubble"},
     },
 }
 EXPERTS = {
