@@ -16,7 +16,6 @@ from torchtitan.grpo.models.decoder import hold_output_embedding, is_tied
 from torchtitan.grpo.models.helix import AttentionPart, HelixPart, helix_part
 from torchtitan.grpo.models.packed_model import PackedModel
 from torchtitan.grpo.models.parallelize import parallelize
-from torchtitan.grpo.models.split_compile import SplitBackend
 from torchtitan.grpo.models.weight_grads import WeightGradients, defer_experts, defer_linears
 from torchtitan.grpo.pipeline.choice import assumed_costs, assumed_part_costs, costs_for
 from torchtitan.grpo.pipeline.helix_schedule import HelixSchedule
@@ -77,8 +76,12 @@ def split_model(
     stages, parts = pipeline_module_split(model, mesh, placed_like, device, modules)
     offset = second_offset(len(modules)) if is_second else 0
     store, early_blocks = _store_of(config), num_early_blocks(config)
-    # All stages use one backend, so that they share compiled code.
-    backend = SplitBackend(store) if store is not None and compiles_model(config) else None
+    backend = None
+    if store is not None and compiles_model(config):
+        # Imported here, because it imports the compiler.
+        from torchtitan.grpo.models.split_compile import SplitBackend
+
+        backend = SplitBackend(store)  # one for all stages, so that they share compiled code
     built: list[LeanStage] = []
     for stage, part in zip(stages, parts, strict=True):
         if stage.is_last and is_tied(part):
