@@ -68,8 +68,12 @@ def split_model(
     ]
     offset = second_offset(len(modules)) if is_second else 0
     store, early_blocks = _store_of(config), num_early_blocks(config)
-    # All stages use one backend, so that they share compiled code.
-    backend = _split_backend(store) if store is not None and config.compiles_model else None
+    backend = None
+    if store is not None and config.compiles_model:
+        # Imported here, because it imports the compiler.
+        from torchtitan.grpo.models.split_compile import SplitBackend
+
+        backend = SplitBackend(store)  # one for all stages, so that they share compiled code
     built: list[LeanStage] = []
     for stage, part in zip(stages, parts, strict=True):
         if stage.is_last and is_tied(part):
@@ -99,13 +103,6 @@ def _with_modules(model: nn.Module, names: list[str]) -> nn.Module:
         elif name not in names:
             setattr(part, name, None)
     return part
-
-
-def _split_backend(store: WeightGradients) -> Any:
-    # It imports the compiler, a second of a core that ranks without compilation save.
-    from torchtitan.grpo.models.split_compile import SplitBackend
-
-    return SplitBackend(store)
 
 
 def _split_layers(

@@ -38,6 +38,7 @@ _MARGIN_SECONDS = 10
 _UNUSED_SIGNAL = "SIGQUIT"
 # As `-m` would run it, but from the start on Ctrl-C ends a rank without a traceback.
 _RANK = "import runpy, signal; signal.signal(signal.SIGINT, signal.SIG_DFL); "
+# Without all that torchtitan imports for other uses.
 _RANK += f"runpy.run_path({LIGHT_PYTHON[1]!r})['install_bare_package'](); "
 _RANK += "runpy.run_module('torchtitan.grpo_train', run_name='__main__', alter_sys=True)"
 
