@@ -71,7 +71,7 @@ _PLAIN_TEXT = [
 _SPACES = re.compile(r"(?:\\[,;:! ]|\\q?quad(?![A-Za-z])|~|\s)+")
 _MATRIX = re.compile(r"\\begin|\\\\")
 
-_SYMBOLS = dict.fromkeys("−⁃", "-") | dict.fromkeys("°º˚∘", "^\\circ ")
+_SYMBOLS = dict.fromkeys("‐‑‒–—―−﹘﹣－⁃", "-") | dict.fromkeys("°º˚∘", "^\\circ ")
 _SYMBOLS |= dict.fromkeys("·⋅∙•", "\\cdot ") | dict.fromkeys("⁄∕", "/")
 _SYMBOLS |= dict.fromkeys("∅⌀", "\\emptyset ")
 _NAMED_SYMBOLS = """
@@ -212,9 +212,9 @@ def _character_as_latex(character: str) -> str:
         return character
     if character in _SYMBOLS:
         return _SYMBOLS[character]
-    category, plain = unicodedata.category(character), unicodedata.normalize("NFKC", character)
-    if category in ("Pd", "Cf"):  # dashes, and marks that print nothing
-        return "-" if category == "Pd" else ""
+    plain = unicodedata.normalize("NFKC", character)
+    if unicodedata.category(character) == "Cf":  # prints nothing
+        return ""
     if "\u2044" in plain:  # a vulgar fraction
         above, below = plain.split("\u2044")
         return f"\\frac{{{above}}}{{{below}}}" if below else f"\\frac{{{above}}}"

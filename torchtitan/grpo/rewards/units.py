@@ -133,7 +133,7 @@ def read_quantity(answer: str) -> Quantity:
     flat = _flat(text)
     plain, set_as_text = _PLAIN.fullmatch(flat), _SET.fullmatch(text)
     # A letter that touches a number is a variable, unless it is set as text.
-    if plain is not None and ("\\" in text or not re.match(r"\w(?!\w)", plain["unit"])):
+    if plain is not None and ("\\" in text or not re.match(r"\S(?!\S)", plain["unit"])):
         quantity = _split(plain)
         words = quantity.unit.words if quantity.unit is not None else frozenset()
         is_product = plain["unit"][0] != " " or all(len(word) == 1 for word in words)

@@ -12,41 +12,36 @@ import re
 import unicodedata
 
 _CHARACTERS = str.maketrans("−－﹣＋⁄∕／：，．٫（）％’", "---+///:,.,()%'", "\u200b\u2060\ufeff")
+# Quotes and Markdown, which say nothing unless they stand within a word or a number.
+_DECORATION = re.compile(r"(?<!\w)[*_`\"'“”$]+|[*_`\"'“”$]+(?!\w)|\\[()\[\]]|\\text\w{0,2}(?=\{)")
+_TAGS = [(re.compile(r"</\w{1,20}>"), "\n"), (re.compile(r"<([A-Za-z]\w{0,20})>"), r"\1: "),
+         (re.compile(r"<(\d[\d.]{0,20})>"), r"\1")]  # fmt: skip
 
-_NUMBER = r"\d++(?:\.\d++)?+"
-_OPENING = r"(?:[ *_`\"'“$(\[]|\\[(\[]|\\text\w{0,2}\{|<(?=[^<>\n]{1,20}>))*+"
-_CLOSING = r"(?:[*_`\"'”$)\]}|>]|\\[)\]])"
-# `Score: 8`, `**Score**: 8`, `<score>8`, `"score": 8`. `Max score: 10` is none, neither is `Verdict: right`.
+# `Max score: 10` and `Verdict: right` are no marks.
 _MARK = re.compile(
     r"(?P<other>(?:max|maximum|possible|highest|full|perfect|best|top) )?(?<![\w/])"
-    r"(?:scores?|评分|得分|(?:rating|verdict|grade)(?![\"'*_\])]{0,3} ?[:=>]{1,2}[\s\"'*_]{0,4}[^\W\d_]))"
-    r"[\"'*_\])]{0,3} ?[:=>]{1,2}|\[\[(?=[^\[\]\n]{1,20}\]\])|\\boxed ?\{",
+    r"(?:scores?|评分|得分|(?:rating|verdict|grade)(?!\W{0,4}[:=>]\W{0,4}[^\W\d_]))[\])]? ?[:=>]{1,2}"
+    r"|\[\[(?=[^\[\]\n]{1,20}\]\])|\\boxed ?\{",
     re.IGNORECASE,
 )
+_NUMBER = r"\d++(?:\.\d++)?+"
 _UNIT = r"(?: {1,3}(?:points?|stars?|marks?|pts)\b| ?分(?![半钟之]))?"
-_BEST = (
-    r"(?: ?\\?/ ?| (?:out )?of (?:the |an? )?(?:possible )?(?:max\.? )?|(?:[,;]| -)? max:? )[*_]{0,3}"
-    + _NUMBER
-)
+_BEST = rf"(?: ?\\?/ ?| (?:out )?of (?:the |an? )?(?:possible )?(?:max\.? )?|(?:[,;]| -)? max:? ){_NUMBER}{_UNIT}"
 _WITHIN = rf"(?:scale|of|from|to|out|max|满分|[-–:/ ]|{_NUMBER} ?[%分]?)"
 _ASIDE = rf"(?: ?\({_WITHIN}{{1,12}}\)|, ?{_NUMBER} ?%| on a scale {_WITHIN}{{1,8}})"
-_SCORE = (
-    rf"(?P<score>[-+]?(?:{_NUMBER}|\.\d++)(?:e[-+]?\d{{1,3}}+)?+)"
-    rf"{_UNIT}(?:{_CLOSING}{{0,4}}{_BEST}{_UNIT})?{_ASIDE}{{0,2}}"
+_SCORE = re.compile(
+    rf"[ (\[{{]*+(?P<score>[-+]?(?:{_NUMBER}|\.\d++)(?:e[-+]?\d{{1,3}}+)?+)"
+    rf"{_UNIT}(?:[)\]}}]?{_BEST})?{_ASIDE}{{0,2}}",
+    re.IGNORECASE,
 )
-# Where an answer was cut, what has no end but that of the text may go on with a part of the number.
-_END = (
-    rf"(?:{_CLOSING}*?(?:\]\]|\}}|</)(?!\s*\\?(?:[%/^\d]|per ?cent))|[\"']?\s*,\s*[\"'][^\"'\n]{{1,60}}[\"']\s*:"
-    rf"|(?:{_CLOSING}| )*+(?:[.;!。](?:{_CLOSING}| )*+)?(?P<open>\n|\Z))"
+# What may follow a score: the end of brackets, a further key of JSON, the end of the line, or a sentence
+# without numbers. Where an answer was cut, the number may go on where only the text has ended.
+_CLOSED = re.compile(r"[ )]*(?:\]\]|\}| ?, ?\w{1,60} ?:[^\n]*\})(?!\s*\\?(?:[%/^\d]|per ?cent))")
+_ENDED = re.compile(r"[ )\]}|>]*+(?:[.;!。][ )\]}]*+)?(?P<open>\n|\Z)")
+_SENTENCE = re.compile(
+    r"[ )\]}]*+(?:[.;!。]\s*+[^\W\d]|,? ?(?:since|because)\b)[^\d\n]*+(?P<open>\n|\Z)",
+    re.IGNORECASE,
 )
-_SENTENCE = (
-    rf"(?:{_CLOSING}*+(?: ?[.;!。]{_CLOSING}*+\s*+[^\W\d]|,? (?:since|because)\b)"
-    r"[^\d\n]*+(?P<cut>\n|\Z))"
-)
-_MARKED = re.compile(rf"{_OPENING}{_SCORE}(?:{_END}|{_SENTENCE})", re.IGNORECASE)
-_BELOW_MARK = re.compile(rf"{_OPENING}\n\s*+{_OPENING}{_SCORE}{_END}", re.IGNORECASE)
-_ALONE = re.compile(rf"{_OPENING}{_SCORE}{_END}", re.IGNORECASE)
-_BARE = re.compile(_SCORE, re.IGNORECASE)
 # A number goes on behind, or has begun before, what an expression of the user's has found.
 _GOES_ON = re.compile(
     r" ?[-–—~*×·^_+]+ ?\{?\d|(?:[.,'/:]|\{,\}|\\[,:; ])?(?<!/)\d|\\?\^|e[-+]?\d"
@@ -59,31 +54,43 @@ _HAS_BEGUN = re.compile(r"\d(?:[.,'_/]| ?[-–—~*^] ?|e[-+]?)?$|(?<![\w)])[-�
 def written_score(answer: str, *, is_cut: bool) -> float | None:
     """Returns the score, or ``None``. An answer that ``is_cut`` must have it behind a mark."""
     text = _understood(answer)
+    for tag, plain in _TAGS:
+        text = tag.sub(plain, text)
+    text = _DECORATION.sub("", text)
     marks = list(_MARK.finditer(text))
-    scores = [mark.end() for mark in marks if not mark["other"]]
-    if scores:
-        found = _MARKED.match(text, scores[-1]) or _BELOW_MARK.match(text, scores[-1])
-    elif marks or is_cut:
+    ends = [mark.end() for mark in marks if not mark["other"]]
+    if not ends:
+        return None if marks or is_cut else _read(text.strip().rpartition("\n")[2], 0, is_cut)
+    below = re.compile(r"\s*\n\s*").match(text, ends[-1])
+    return _read(text, below.end() if below else ends[-1], is_cut, may_go_on=below is None)
+
+
+def _read(text: str, start: int, is_cut: bool, may_go_on: bool = False) -> float | None:
+    """Reads the score that begins here; a sentence behind it ``may_go_on`` in its line."""
+    score = _SCORE.match(text, start)
+    if score is None:
         return None
-    else:
-        found = _ALONE.fullmatch(text.strip().rpartition("\n")[2].strip())
-    if found is None:
-        return None
-    is_open = "" in (found["open"], found.groupdict().get("cut"))
-    return None if is_cut and is_open else float(found["score"])
+    if _CLOSED.match(text, score.end()) is None:
+        ended = _ENDED.match(text, score.end())
+        ended = ended or (_SENTENCE.match(text, score.end()) if may_go_on else None)
+        if ended is None or (is_cut and not ended["open"]):
+            return None
+    return float(score["score"])
 
 
 def found_score(found: re.Match[str], *, is_cut: bool) -> float | None:
     """Reads what an expression of the user's has found, unless it is a part of a longer number."""
     text, (start, end) = found.string, found.span(1)
     before, rest = _understood(text[max(0, start - 8) : start]), _understood(text[end : end + 200])
-    is_open = _GOES_ON.match(rest) or (is_cut and not re.match(_END, rest + "\0"))
+    may_go_on = is_cut and not (_CLOSED.match(rest) or re.match(r"[^\w\n]*\n", rest))
     if text[end : found.end()].strip(" .,"):  # the expression says what follows
-        is_open = is_cut and found.end() == len(text) and text[-1].isalnum()
-    is_group = re.fullmatch(r"\d [0-9]{3}", before[-2:] + (found[1] or ""))
-    if start < 0 or is_group or is_open or _HAS_BEGUN.search(before):
+        may_go_on = is_cut and found.end() == len(text) and text[-1].isalnum()
+    elif _GOES_ON.match(rest):
         return None
-    score = _BARE.fullmatch(_understood(found[1].strip()).rstrip("."))
+    is_group = re.fullmatch(r"\d [0-9]{3}", before[-2:] + (found[1] or ""))
+    if start < 0 or is_group or may_go_on or _HAS_BEGUN.search(before):
+        return None
+    score = _SCORE.fullmatch(_understood(found[1].strip()).rstrip("."))
     return float(score["score"]) if score is not None else None
 
 

@@ -20,13 +20,13 @@ SAME = {
         (r"12\text{ m}^3", "12 cubic metres"), ("12 m^2", "12 squared meters"), ("12", r"12\text{ cm}^{2}"), ("12", "12 cm²"),
         (r"9\text{ kilometers}", r"9\text{ km}"), ("60 mph", "60 miles per hour"), ("3", "3 hours"),
         ("500 cm", "5 m"), (r"2\text{ h}", r"120\text{ min}"), ("1.5 kg", "1500 g"), ("90 min", "1 hour 30 minutes"),
-        ("18 km/h", "5 m/s"), (r"9.8\text{ m/s}^2", r"9.8\ \mathrm{m/s^2}"), ("6 N", r"6\text{ newtons}"),
+        ("18 km/h", "5 m/s"), ("5 m/s", "5m/s"), ("9 m^2", "9m^2"), (r"9.8\text{ m/s}^2", r"9.8\ \mathrm{m/s^2}"), ("6 N", r"6\text{ newtons}"),
         ("3 L", "3000 mL"), ("2 GB", "2000 MB"), (r"2\sqrt{3}\text{ cm}", r"2\sqrt{3}"), ("5 ft 6 in", "66 inches"),
         (r"\frac{1}{2}\text{ inch}", "0.5 in"), ("25^\\circ C", "25 °C"), ("25^\\circ C", r"25^\circ\text{C}"),
         ("98.6", "98.6°F"), (r"5\text{ units}", r"5\text{ cm}"), ("14 square units", "14"), ("42", "42 apples"),
         ("42 apple", r"42\text{ apples}"), ("42 red apples", "42 apples"), ("x=5 \\text{ cm}", "5"), ("3", "3 km"),
         ("8", "8 in"), ("5", "5 years old"), (r"10\pi\text{ cm}", r"10\pi"), ("20", r"20\text{ m}^2"),
-        ("36", r"36\,\frac{\text{km}}{\text{h}}"), ("9", r"9\text{ N}\cdot\text{m}"), ("12", "12 days"),
+        ("36", r"36\,\frac{\text{km}}{\text{h}}"), ("9", r"9\text{ N}\cdot\text{m}"), ("12", "12 days"), ("12 marbles", "12"),
     ],
     "money": [
         ("$5", "5"), (r"\$5", "5 dollars"), ("5", "€5"), ("5", r"\$5.00"), ("50 cents", r"\$0.50"),
@@ -157,7 +157,7 @@ SAME = {
 }  # fmt: skip
 OTHER = {
     "units": [
-        (r"5\text{ cm}", r"5\text{ m}"), ("5 kg", "5 g"), (r"5\text{ cm}", r"5\text{ cm}^2"), ("5 m", "5 s"), ("5 km/h", "5 m/s"), ("5 s", "5 min"),
+        (r"5\text{ cm}", r"5\text{ m}"), ("5 kg", "5 g"), (r"5\text{ cm}", r"5\text{ cm}^2"), ("5 m", "5 s"), ("5 km/h", "5 m/s"), ("5 m/s", "5m/h"), ("5 s", "5 min"),
         (r"25^\circ C", r"25^\circ F"), ("42 apples", "42 oranges"), ("42", "43 apples"), ("30", "2 hours 30 minutes"),
         ("5 cm", "5 apples"), (r"5\mathrm{mL}", r"5\mathrm{L}"), ("5 miles", "5 km"), ("5", "5x"), ("5m", "5n"), ("3 ft", "3 in"), ("5 ft 6 in", "5"),
         ("7 N", "7 J"), ("3x", "3"), ("5 cubic meters", "5 square meters"), ("6 m", "600 mm"),
