@@ -12,13 +12,15 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from torchtitan.grpo.rollout.environments.player import Player
 from torchtitan.grpo.system.functions import describe_error, failure_kind, load_function, user_line
 from torchtitan.grpo.workers.channel import NotPlainData, Refused, WorkerChannel, refused
+
+if TYPE_CHECKING:
+    from torchtitan.grpo.rollout.environments.player import Player
 
 _WHAT = "agent.function: function"
 _BLOCKED_SECONDS, _LOOK_SECONDS = 5.0, 1.0
@@ -103,6 +105,8 @@ class _Episodes:
         path, options = request.path, request.options
         try:
             if isinstance(request, LoadEnvironment):
+                from torchtitan.grpo.rollout.environments.player import Player
+
                 self._player = Player(path, options)
                 self._channel.reply(call, Ended(self._player.stop_strings))
                 return
@@ -147,7 +151,7 @@ class _Episodes:
         except NotPlainData as error:
             self._channel.reply(call, refused("bad reward", describe_error(error)))
 
-    async def _played(self, player: Player, request: Run) -> Ended | Refused:
+    async def _played(self, player: "Player", request: Run) -> Ended | Refused:
         found = await player.call(**request.row)
         return found if isinstance(found, Refused) else Ended(found)
 
