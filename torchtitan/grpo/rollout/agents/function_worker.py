@@ -9,7 +9,6 @@ from typing import Any
 
 import msgspec
 
-from torchtitan.grpo.rollout.environments.player import Player
 from torchtitan.grpo.system.functions import load_function
 from torchtitan.grpo.workers.channel import Refused
 from torchtitan.grpo.workers.host import Cancel, Cancelled, Host, Loaded, serve
@@ -62,6 +61,9 @@ def load(request: LoadFunction | LoadEnvironment) -> Loaded:
 
 
 def _load_environment(request: LoadEnvironment) -> Loaded:
+    # Imported here: it imports numpy, which agent functions do without.
+    from torchtitan.grpo.rollout.environments.player import Player
+
     player = Player(request.path, request.options)
 
     async def play(host: Host, request: Run) -> Ended | Refused:
