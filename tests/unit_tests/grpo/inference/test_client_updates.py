@@ -282,11 +282,17 @@ AWAKE = (200, {"status": "awake"})
             ["/collective_rpc", TAKE_OFF, "/sleep?level=2&mode=abort"],
             ["/wake_up"],
         ),
-        (
-            "vllm",  # without --enable-sleep-mode, or without the worker extension
-            {"/collective_rpc": (500, "no such method"), "/wake_up": AWAKE},
-            ["/collective_rpc", "/sleep?level=0&mode=abort"],
-            ["/wake_up"],
+        *(
+            (
+                "vllm",
+                {"/collective_rpc": workers, "/wake_up": AWAKE},
+                ["/collective_rpc", "/sleep?level=0&mode=abort"],
+                ["/wake_up"],
+            )
+            for workers in (
+                (500, "no such method"),  # without the worker extension
+                (200, {"results": ["memory", "nothing"]}),  # one without --enable-sleep-mode
+            )
         ),
         (
             "sglang",
@@ -355,13 +361,6 @@ async def test_an_sglang_that_may_be_awake_after_an_unanswered_wake_up_is_not_sa
             await client.sleep()
         server.version = "default"  # it was restarted
         assert await client.sleep() == "memory"
-
-
-async def test_a_vllm_of_which_a_worker_frees_nothing_keeps_its_version():
-    async with connected("vllm") as (client, server):
-        server.answers["/collective_rpc"] = (200, {"results": ["memory", "nothing"]})
-        assert await client.sleep() == "nothing"
-        assert TAKE_OFF not in server.log
 
 
 async def test_an_sglang_that_was_restarted_in_its_sleep_is_put_to_sleep_again_and_not_woken():
