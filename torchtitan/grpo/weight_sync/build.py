@@ -36,7 +36,12 @@ from torchtitan.grpo.weight_sync.attestation import (
 from torchtitan.grpo.weight_sync.gather import Agent, Gatherer, agree_on_push
 from torchtitan.grpo.weight_sync.lane import Listeners
 from torchtitan.grpo.weight_sync.leader import Leader, LeaderParts, max_alive
-from torchtitan.grpo.weight_sync.memory_plan import NUM_SLOTS, adapter_of_push, memory_of, wire_dtype
+from torchtitan.grpo.weight_sync.memory_plan import (
+    NUM_SLOTS,
+    adapter_of_push,
+    memory_of,
+    wire_dtype,
+)
 from torchtitan.grpo.weight_sync.payloads import PayloadPool
 from torchtitan.grpo.weight_sync.publisher import WeightPublisher
 from torchtitan.grpo.weight_sync.slot_layout import PushPlan, Shards, SnapshotSlots

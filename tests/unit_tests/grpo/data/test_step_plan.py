@@ -71,8 +71,7 @@ def test_a_plan_counts_tokens_ages_and_leaves_unscored_samples_out():
 
 def advantages_of(made):
     table = made.samples
-    return compute_advantages(
-        table.rewards, table.group_ids, kind="group_mean")
+    return compute_advantages(table.rewards, table.group_ids, kind="group_mean")
 
 
 def test_minibatches_take_whole_groups_and_even_out_tokens():

@@ -92,7 +92,7 @@ def test_each_setting_that_differs_is_named_with_what_becomes_of_it(world):
         "optimizer.lr: 0.0003 -> 5e-06, takes effect from step 41",
         "lr_scheduler.warmup_steps: 10 -> 3, takes effect from step 41",
         "training.seq_len: 256 -> 128, takes effect from step 41",
-        'prompts.share_contexts: true -> false, takes effect from step 41',
+        "prompts.share_contexts: true -> false, takes effect from step 41",
         "rollout.temperature: 0.8 -> 0.5, takes effect from step 41",
         "Rollouts kept beside the checkpoint were made under the old training.seq_len and "
         "rollout.temperature. They are not used; their prompts are sampled again.",

@@ -26,7 +26,6 @@ from torchtitan.grpo.inference.client import (
 from torchtitan.grpo.inference.http import RouteError
 from torchtitan.grpo.inference.join_check import WrongServer
 from torchtitan.grpo.rollout.drops import DropLog
-from torchtitan.grpo.rollout.teachers import teacher_pool
 from torchtitan.grpo.rollout.teachers import (
     NotRated,
     TeacherNeeds,
