@@ -25,8 +25,7 @@ settle_device()
 import torch
 import torch.distributed as dist
 
-from torchtitan.grpo.config_checks import check_model
-from torchtitan.grpo.config_checks.load import load_config
+from torchtitan.grpo.config_checks import check_model, load_config
 from torchtitan.grpo.losses.objective import batch_loss_metrics
 from torchtitan.grpo.models.hf_config import read_hf_model
 from torchtitan.grpo.models.hf_weights import full_hf_tensors
