@@ -33,7 +33,6 @@ TRL trains on the recorded completions. Its tokens of the prompts must be those 
 losses and norms of gradients must agree in each step. With ``--json`` the last line is an object.
 """
 
-import argparse
 import contextlib
 import json
 import math
@@ -50,6 +49,7 @@ from statistics import mean, median, stdev
 from typing import Any
 
 import psutil
+from figures import finish, make_parser
 
 from torchtitan.grpo.data.record import RecordReader
 
@@ -293,8 +293,7 @@ def check(job: dict[str, Any], folder: Path) -> tuple[dict[str, float], bool]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="the last line is a JSON object")
+    parser = make_parser(__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument(
         "--dtypes", nargs="+", choices=["float32", "bfloat16"], default=["bfloat16"]
@@ -331,11 +330,7 @@ def main() -> int:
         figures, ok = figures | found, ok and holds
     if options.picture and not options.check:
         draw(options.picture, runs)
-    if options.json:
-        print(
-            json.dumps({"benchmark": "against_trl", "ok": ok, "figures": figures}, allow_nan=False)
-        )
-    return 0 if ok else 1
+    return finish(options, "against_trl", ok, figures)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,6 @@ takes more than 0.85 of the time of first come, first served. With ``--json`` th
 JSON object.
 """
 
-import argparse
 import json
 import os
 import subprocess
@@ -47,6 +46,7 @@ from typing import Any
 
 import numpy as np
 from dispatch_tail import measure_tail
+from figures import finish, make_parser
 from random_models import make_model
 from stub_servers import running_stubs
 
@@ -245,8 +245,7 @@ def measure_evaluation(model: Path, folder: Path, steps: int) -> tuple[dict[str,
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="the last line is a JSON object")
+    parser = make_parser(__doc__)
     parser.add_argument(
         "--steps",
         type=int,
@@ -281,9 +280,7 @@ def main() -> int:
     tail, is_faster = measure_tail(options.batches, taught=400, seed=0)
     figures |= {f"tail/{name}": value for name, value in tail.items()}
     holds = holds and is_faster
-    if options.json:
-        print(json.dumps({"benchmark": "async_throughput", "ok": holds, "figures": figures}))
-    return 0 if holds else 1
+    return finish(options, "async_throughput", holds, figures)
 
 
 if __name__ == "__main__":

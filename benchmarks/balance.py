@@ -32,8 +32,6 @@ The exit status is 1 unless all of this holds:
 With ``--json`` the last line is a JSON object.
 """
 
-import argparse
-import json
 import statistics
 import sys
 import time
@@ -41,6 +39,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from figures import finish, make_parser
 
 from torchtitan.grpo.data.balance import lower_bound, lower_bound_with_sizes, partition
 from torchtitan.grpo.data.cost import SequenceCost, flops_cost, token_cost
@@ -248,8 +247,7 @@ def summary(cost_name: str, cases: Sequence[dict[tuple[str, int, int], Case]]) -
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="the last line is a JSON object")
+    parser = make_parser(__doc__)
     parser.add_argument("--cost", nargs="+", choices=COSTS, default=list(COSTS))
     parser.add_argument("--seeds", type=int, default=1, help="number of traces of each kind")
     parser.add_argument(
@@ -277,9 +275,7 @@ def main() -> int:
             f"FAIL the partition of 4,096 sequences over 64 ranks took {slowest:.0f} ms, must be "
             f"<= {MILLISECONDS_BOUND:.0f} ms"
         )
-    if options.json:
-        print(json.dumps({"benchmark": "balance", "ok": num_broken == 0, "figures": figures}))
-    return 0 if num_broken == 0 else 1
+    return finish(options, "balance", num_broken == 0, figures)
 
 
 if __name__ == "__main__":

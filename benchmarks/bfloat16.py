@@ -20,7 +20,6 @@ Both types take turns in each round. A row has the medians over the rounds with 
 no bound: what pays depends on the processor.
 """
 
-import argparse
 import json
 import statistics
 import sys
@@ -33,6 +32,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from figures import finish, make_parser
 from ranks import run_ranks
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "programs"))
@@ -46,8 +46,7 @@ TIMEOUT_SECONDS = 800
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--json", action="store_true", help="the last line is a JSON object")
+    parser = make_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
     if not MODEL.is_dir():
@@ -67,9 +66,7 @@ def main() -> int:
             texts.append(f"{medians[-1]:.3f} s ({seconds[0]:.3f} to {seconds[-1]:.3f})")
             figures[f"{part} {dtype}"] = medians[-1]
         print(f"{part:12}  {texts[0]:>24}  {texts[1]:>24}  {medians[1] / medians[0]:.2f}")
-    if arguments.json:
-        print(json.dumps({"benchmark": "bfloat16", "ok": True, "figures": figures}))
-    return 0
+    return finish(arguments, "bfloat16", True, figures)
 
 
 class Timed:

@@ -67,6 +67,7 @@ from boundary_outcome import (
     row,
 )
 from disturbed_servers import Throttle, running_servers, signal_process
+from figures import finish, make_parser
 from random_models import make_model
 
 from torchtitan.grpo.system.child import start_child, stop_children
@@ -299,8 +300,7 @@ def tail(log: Path) -> str:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="the last line is a JSON object")
+    parser = make_parser(__doc__)
     parser.add_argument(
         "--steps", type=int, help="counted steps of a run; default: by size and mode"
     )
@@ -347,10 +347,8 @@ def main() -> int:
     verdicts = judge(outcomes)
     for ok, line in verdicts.lines:
         print(f"{'ok  ' if ok else 'FAIL'} {line}")
-    if options.json:
-        figures = figures_of(outcomes)
-        print(json.dumps({"benchmark": "boundary_stall", "ok": verdicts.ok, "figures": figures}))
-    return 0 if verdicts.ok else 1
+    figures = figures_of(outcomes)
+    return finish(options, "boundary_stall", verdicts.ok, figures)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ the last line is a JSON object.
 """
 
 import argparse
-import json
 import os
 import sys
 import threading
@@ -32,6 +31,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
+
+from figures import finish, make_parser
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
@@ -186,8 +187,7 @@ def measure_rounds(arguments: argparse.Namespace) -> dict[str, dict[str, float]]
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--json", action="store_true", help="the last line is a JSON object")
+    parser = make_parser(__doc__)
     parser.add_argument("--running", type=int, default=60)
     parser.add_argument("--steps", type=int, default=320)
     parser.add_argument("--prompts", type=int, default=6)
@@ -215,9 +215,7 @@ def main() -> None:
         f"{THROUGHPUT_BOUND}). With whole prompts, p99 is {figures['latency_ratio_whole']:.2f} "
         "times that without long prompts."
     )
-    if arguments.json:
-        print(json.dumps({"benchmark": "chunked_prefill", "ok": ok, "figures": figures}))
-    sys.exit(0 if ok else 1)
+    sys.exit(finish(arguments, "chunked_prefill", ok, figures))
 
 
 if __name__ == "__main__":

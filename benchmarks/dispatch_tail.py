@@ -21,9 +21,7 @@ over all batches, or if the rank correlation of predicted and true lengths is be
 ``--json`` the last line is a JSON object.
 """
 
-import argparse
 import asyncio
-import json
 import sys
 import tempfile
 import time
@@ -33,6 +31,7 @@ from statistics import NormalDist
 
 import numpy as np
 from boundary_stall import REPOSITORY
+from figures import finish, make_parser
 from stub_servers import running_stubs
 
 from torchtitan.grpo.config import Rollout
@@ -259,8 +258,7 @@ def measure_tail(num_batches: int, taught: int, seed: int) -> tuple[dict[str, fl
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="the last line is a JSON object")
+    parser = make_parser(__doc__)
     parser.add_argument("--batches", type=int, default=12)
     parser.add_argument(
         "--taught", type=int, default=400, help="number of groups that the ranker learns from"
@@ -268,9 +266,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     figures, ok = measure_tail(options.batches, options.taught, options.seed)
-    if options.json:
-        print(json.dumps({"benchmark": "dispatch_tail", "ok": ok, "figures": figures}))
-    return 0 if ok else 1
+    return finish(options, "dispatch_tail", ok, figures)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ kills 50 times. The exit status is 1 if a condition does not hold. With ``--json
 a JSON object.
 """
 
-import argparse
 import contextlib
 import json
 import math
@@ -40,6 +39,7 @@ from typing import Any
 
 import numpy as np
 import psutil
+from figures import finish, make_parser
 from ranks import fork_server
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -361,8 +361,7 @@ def compare(run: KilledRun, folder: Path, seed: int, steps: int) -> tuple[dict[s
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="the last line is a JSON object")
+    parser = make_parser(__doc__)
     parser.add_argument("--all", action="store_true", help="kill 50 times")
     parser.add_argument("--kills", type=int, help="number of kills; default: 15")
     parser.add_argument("--seed", type=int, default=0)
@@ -380,9 +379,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="exactly-once-") as temporary:
         folder = options.keep or Path(temporary)
         figures, holds = measure(folder, options.kills, options.seed, options.compares)
-    if options.json:
-        print(json.dumps({"benchmark": "exactly_once", "ok": holds, "figures": figures}))
-    return 0 if holds else 1
+    return finish(options, "exactly_once", holds, figures)
 
 
 if __name__ == "__main__":

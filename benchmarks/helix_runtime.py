@@ -19,8 +19,6 @@ pass of Helix. Where other work runs on the same cores, ranks wake up millisecon
 benchmark is started with real-time priority (``chrt --rr 5 python ...``).
 """
 
-import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -28,9 +26,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from figures import finish, make_parser, say_bounds
 from long_rows import LAYERS, MORE_STAGES, V_SCHEDULES, measure, times_at
 from random_models import make_model
-from ranks import run_ranks
+from ranks import run_job
 
 from torchtitan.grpo.pipeline.schedules import SCHEDULES
 from torchtitan.grpo.pipeline.tables.actions import Costs, StageCosts
@@ -77,11 +76,7 @@ LAYOUTS: dict[int, list[dict[str, Any]]] = {
 
 
 def run(num_ranks: int, job: dict[str, Any]) -> Any:
-    with tempfile.TemporaryDirectory() as folder:
-        file, result = Path(folder, "job.json"), Path(folder, "result.json")
-        file.write_text(json.dumps(job))
-        run_ranks(num_ranks, "helix_runtime_run.py", file, result, timeout_seconds=600)
-        return json.loads(result.read_text())
+    return run_job(num_ranks, "helix_runtime_run.py", job, timeout_seconds=600)
 
 
 def compare_numbers() -> tuple[dict[str, float], list[str]]:
@@ -205,8 +200,7 @@ def compare_memory() -> tuple[dict[str, float], list[str]]:
 
 def main() -> int:
     """Returns the exit status."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="the last line is a JSON object")
+    parser = make_parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="one round of sleeping stages")
     parser.add_argument("--only", choices=("numbers", "memory", "times"), help="run only one part")
     given = parser.parse_args()
@@ -222,10 +216,8 @@ def main() -> int:
             found, more = part()
             figures |= found
             missed += more
-    print("\n" + ("All bounds hold." if not missed else "EXCEEDED: " + "; ".join(missed)))
-    if given.json:
-        print(json.dumps({"benchmark": "helix_runtime", "ok": not missed, "figures": figures}))
-    return 1 if missed else 0
+    holds = say_bounds(missed)
+    return finish(given, "helix_runtime", holds, figures)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 
 """Runs a rank of `helix_runtime.py`."""
 
-import json
 import sys
 import time
 from collections import Counter
@@ -18,6 +17,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from pipeline_schedules_run import DIM, Checkpointed, Sleep, SleepingModule, SleepingStage
 from pipeline_schedules_run import seconds_of_pass as seconds_of_stages
+from rank_job import answer_job
 from torch.distributed.pipelining import PipelineStage
 
 from torchtitan.grpo.models.weight_grads import WeightGradients, defer_linears
@@ -301,17 +301,11 @@ def layouts(job: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    job, result = map(Path, sys.argv[1:])
-    settings = json.loads(job.read_text())
-    torch.set_num_threads(1)
+def work(settings: dict[str, Any]) -> dict[str, Any]:
     if settings["part"] != "layouts":
         dist.init_process_group("gloo")
-    found = {"sleeping": sleeping, "memory": memory, "layouts": layouts}[settings["part"]](settings)
-    if dist.get_rank() == 0:
-        result.write_text(json.dumps(found))
-    dist.destroy_process_group()
+    return {"sleeping": sleeping, "memory": memory, "layouts": layouts}[settings["part"]](settings)
 
 
 if __name__ == "__main__":
-    main()
+    answer_job(work, opens_group=False)

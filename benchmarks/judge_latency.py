@@ -12,9 +12,7 @@ prompts, and from one that hangs. It takes about five minutes. The exit status i
 with as many places as requests, the groups take over a second longer than the judge.
 """
 
-import argparse
 import asyncio
-import json
 import queue
 import sys
 import threading
@@ -29,6 +27,7 @@ from typing import Any
 import numpy as np
 from aiohttp import web
 from boundary_stall import REPOSITORY
+from figures import finish, make_parser
 
 sys.path.insert(0, str(REPOSITORY / "tests/programs"))
 
@@ -124,8 +123,7 @@ def step_seconds(*, hangs: bool) -> list[float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="end with a JSON object")
+    parser = make_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     figures: dict[str, float] = {}
@@ -138,9 +136,7 @@ def main() -> int:
         figures |= {f"{name}/step_seconds": median(found), f"{name}/longest_step": max(found)}
         print(f"{name}: a step takes {median(found)} s, {found}", flush=True)
     ok = figures[f"{WIDE}/longest"] <= JUDGE_SECONDS + 1
-    if options.json:
-        print(json.dumps({"benchmark": "judge_latency", "ok": ok, "figures": figures}))
-    return 0 if ok else 1
+    return finish(options, "judge_latency", ok, figures)
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from figures import finish, make_parser
 from layouts import ALSO_BY_DEFAULT, REAL, Layout, layouts_of
 from ranks import run_ranks
 from real_model import SETTINGS, sampled_groups
@@ -310,8 +311,7 @@ def known_model(text: str) -> str | Path:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="the last line is a JSON object")
+    parser = make_parser(__doc__)
     add_choice(parser)
     parser.add_argument("--only", metavar="TEXT", help="layouts whose name contains this text")
     parser.add_argument("--model", type=known_model, help="one of the models, or a directory")
@@ -342,14 +342,12 @@ def main() -> int:
             f"{model:10}{name:46}{ranks:>5}  {numbers}  {'ok' if verdicts[model, name] else 'DIFFERS'}"
         )
     ok = all(verdicts.values())
-    if options.json:
-        figures = {
-            f"{model}/{name}/{figure}": value
-            for (model, name), values in rows.items()
-            for figure, value in values.items()
-        }
-        print(json.dumps({"benchmark": "layout_parity", "ok": ok, "figures": figures}))
-    return 0 if ok else 1
+    figures = {
+        f"{model}/{name}/{figure}": value
+        for (model, name), values in rows.items()
+        for figure, value in values.items()
+    }
+    return finish(options, "layout_parity", ok, figures)
 
 
 if __name__ == "__main__":

@@ -24,8 +24,7 @@ settle_device()
 import torch
 import torch.distributed as dist
 
-from torchtitan.grpo.config_checks import check_model
-from torchtitan.grpo.config_checks.load import load_config
+from torchtitan.grpo.config_checks import check_model, load_config
 from torchtitan.grpo.models.hf_config import read_hf_model
 from torchtitan.grpo.models.hf_weights import full_hf_tensors
 from torchtitan.grpo.models.shards import named_parameters

@@ -18,7 +18,6 @@ rounds, lending reaches less than 0.8 of the gain that is possible, or makes the
 2 % slower. The benchmark takes about 10 minutes. With ``--json`` the last line is a JSON object.
 """
 
-import argparse
 import json
 import os
 import subprocess
@@ -27,6 +26,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
+
+from figures import finish, make_parser
 
 from torchtitan.grpo.rollout.lending.scheduler import LendScheduler
 
@@ -215,8 +216,7 @@ def verdict(rounds: dict[str, list[dict[str, float]]]) -> tuple[dict[str, float]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="the last line is a JSON object")
+    parser = make_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=16, help="steps of a run")
     options = parser.parse_args()
@@ -227,11 +227,7 @@ def main() -> int:
                 folder = Path(temporary) / f"{setting.name}-{number}"
                 rounds[setting.name].append(compare(setting, folder, options.steps))
     figures, holds = verdict(rounds)
-    if options.json:
-        print(
-            json.dumps({"benchmark": "lending", "ok": holds, "figures": figures}, allow_nan=False)
-        )
-    return 0 if holds else 1
+    return finish(options, "lending", holds, figures)
 
 
 if __name__ == "__main__":

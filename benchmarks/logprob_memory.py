@@ -23,6 +23,8 @@ import sys
 import time
 from pathlib import Path
 
+from figures import finish, make_parser
+
 LIGHT_START = Path(__file__).resolve().parents[1] / "torchtitan/grpo/system/light_start.py"
 MEMORY_BOUND, TIME_BOUND, DIFFERENCE_BOUND = 1 / 8, 1.0, 1e-4
 SIZES = {"full": (4096, 151_936, 1024), "quick": (512, 8192, 256)}
@@ -30,8 +32,7 @@ MIB = 2**20
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--json", action="store_true", help="the last line is a JSON object")
+    parser = make_parser(__doc__)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--quick", action="store_true", help="use a small size, to try the script")
@@ -227,9 +228,7 @@ def main() -> int:
         f"{'ok  ' if ok else 'FAIL'} fused must take at most {MEMORY_BOUND} of the memory and "
         f"{TIME_BOUND} of the time of naive, and compute the same numbers"
     )
-    if arguments.json:
-        print(json.dumps({"benchmark": "logprob_memory", "ok": ok, "figures": figures}))
-    return 0 if ok else 1
+    return finish(arguments, "logprob_memory", ok, figures)
 
 
 if __name__ == "__main__":

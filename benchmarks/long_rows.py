@@ -25,19 +25,16 @@ therefore made a second time with a link that is as slow, relative to the produc
 accelerator. In the simulation, tensors do not wait for one another on a link.
 """
 
-import argparse
 import itertools
-import json
 import math
 import sys
-import tempfile
 from collections import deque
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
+from figures import finish, make_parser
 from helix import PartTimes, best_helix
-from ranks import run_ranks
+from ranks import run_job
 
 from torchtitan.grpo.pipeline.schedules import AUTO, LAYER_SCHEDULES, SCHEDULES
 from torchtitan.grpo.pipeline.tables.actions import Action, Costs, StageCosts, Table
@@ -70,11 +67,7 @@ BYTES = 2
 
 def measure() -> dict[str, Any]:
     """Returns the seconds per FLOP and per byte; see `long_rows_run.py`."""
-    with tempfile.TemporaryDirectory() as folder:
-        job, result = Path(folder, "job.json"), Path(folder, "result.json")
-        job.write_text(json.dumps(MEASURED))
-        run_ranks(2, "long_rows_run.py", job, result, timeout_seconds=300)
-        return json.loads(result.read_text())
+    return run_job(2, "long_rows_run.py", MEASURED, timeout_seconds=300)
 
 
 def times_at(tokens: int, measured: dict[str, Any]) -> PartTimes:
@@ -198,8 +191,7 @@ def compare(
 
 def main() -> int:
     """Returns the exit status."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="the last line is a JSON object")
+    parser = make_parser(__doc__)
     given = parser.parse_args()
     measured = measure()
     print(f"Products: {1e-9 / measured['linear']:.1f} GFLOP/s", end="")
@@ -244,11 +236,9 @@ def main() -> int:
                 f"{min(of_kind):.3f} to {max(of_kind):.3f}; at least {WORTH_IT} in "
                 f"{sum(gain >= WORTH_IT for gain in of_kind)} of {len(of_kind)} cases"
             )
-    if given.json:
-        print(json.dumps({"benchmark": "long_rows", "ok": True, "figures": gains | {
-            "attention_backward_over_forward": measured["attention"]["4096"][1] / measured["attention"]["4096"][0],
-        }}))  # fmt: skip
-    return 0
+    forward, backward = measured["attention"]["4096"]
+    figures = gains | {"attention_backward_over_forward": backward / forward}
+    return finish(given, "long_rows", True, figures)
 
 
 if __name__ == "__main__":

@@ -6,17 +6,15 @@
 Rank 0 measures the times of parts of a layer, and both ranks measure the time of their link.
 """
 
-import json
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from rank_job import answer_job
 
 
 def seconds(run: Callable[[], Any], rounds: int = 5) -> float:
@@ -70,21 +68,15 @@ def link_rate(num_bytes: int) -> float:
     return seconds(there_and_back) / (2 * num_bytes)
 
 
-def main() -> None:
-    job, result = map(Path, sys.argv[1:])
-    settings = json.loads(job.read_text())
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+def work(settings: dict[str, Any]) -> dict[str, Any]:
     measured: dict[str, Any] = {}
     if dist.get_rank() == 0:
         measured["linear"] = linear_rate(settings)
         measured["attention"] = {n: attention_rates(settings, n) for n in settings["lengths"]}
     dist.barrier()
     measured["link"] = link_rate(settings["link_bytes"])
-    if dist.get_rank() == 0:
-        result.write_text(json.dumps(measured))
-    dist.destroy_process_group()
+    return measured
 
 
 if __name__ == "__main__":
-    main()
+    answer_job(work)

@@ -13,14 +13,13 @@ which a rank waits or has no core. The benchmark replays them through the depend
 schedule, which gives the time that a pass would take if every rank had a core of its own.
 """
 
-import json
 import statistics
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from random_models import make_model
-from ranks import run_ranks
+from ranks import run_job
 
 from torchtitan.grpo.pipeline.schedules import AUTO, LAYER_SCHEDULES, SCHEDULES
 from torchtitan.grpo.pipeline.tables.actions import Costs, StageCosts
@@ -57,13 +56,11 @@ def run(
     model = folder / "model-8 layers"
     if not model.exists():
         make_model(folder, "8 layers")
-    job, result = folder / "job.json", folder / "result.json"
-    job.write_text(json.dumps({
+    job = {
         "what": what, "cases": cases, "microbatches": microbatches, "rounds": rounds,
         "model": str(model), "folder": str(folder), "seq_len": seq_len, "ranks": RANKS,
-    }))  # fmt: skip
-    run_ranks(RANKS, "pipeline_compute_run.py", job, result, timeout_seconds=900)
-    return json.loads(result.read_text())
+    }  # fmt: skip
+    return run_job(RANKS, "pipeline_compute_run.py", job, timeout_seconds=900)
 
 
 def compare_passes(rounds: int) -> Result:

@@ -3,7 +3,6 @@
 
 """Runs a rank of `pipeline_compute.py`, which trains a real model under every schedule."""
 
-import json
 import sys
 import time
 from collections import defaultdict
@@ -12,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from rank_job import answer_job
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "programs"))
 
@@ -103,17 +103,10 @@ def processor_times(job: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    file, result = map(Path, sys.argv[1:])
-    job = json.loads(file.read_text())
-    torch.set_num_threads(1)
+def work(job: dict[str, Any]) -> dict[str, Any]:
     torch.manual_seed(0)
-    measure = {"passes": passes, "processor": processor_times}[job["what"]]
-    found = measure(job)
-    if dist.get_rank() == 0:
-        result.write_text(json.dumps(found))
-    dist.destroy_process_group()
+    return {"passes": passes, "processor": processor_times}[job["what"]](job)
 
 
 if __name__ == "__main__":
-    main()
+    answer_job(work, opens_group=False)

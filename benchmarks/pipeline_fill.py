@@ -20,17 +20,14 @@ Processes that keep the cores busy delay sleeping stages as well: the times are 
 machine only if a pass takes 1.26 s under 1F1B. With ``--json`` the last line is a JSON object.
 """
 
-import argparse
-import json
 import statistics
 import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
-from ranks import run_ranks
+from figures import finish, make_parser, say_bounds, schedule_rows
+from ranks import run_job
 
-from torchtitan.grpo.pipeline.schedules import AUTO, LAYER_SCHEDULES, SCHEDULES
+from torchtitan.grpo.pipeline.schedules import SCHEDULES
 from torchtitan.grpo.pipeline.tables.actions import Costs
 from torchtitan.grpo.pipeline.tables.gaps import idle_before
 from torchtitan.grpo.pipeline.tables.simulate import simulate
@@ -59,16 +56,13 @@ def simulated() -> dict[str, float]:
             f"\nF, I and W take {', '.join(f'{t:g}' for t in times)}, {MICROBATCHES_A_RANK} "
             "microbatches per rank: share of the time that is idle before a pass, and in all"
         )
-        print(f"{'':22}" + "".join(f"{f'p = {p}':>16}" for p in DEGREES))
-        for name in LAYER_SCHEDULES:
-            if name == AUTO:
-                continue
-            cells = []
-            for p in DEGREES:
-                usable, idle = idle_shares(name, p, times)
-                cells.append(f"{usable:8.1%} {idle:6.1%}".rjust(16))
-                figures[f"{name}_p{p}_{'_'.join(f'{t:g}' for t in times)}_usable"] = usable
-            print(f"{name:22}" + "".join(cells))
+
+        def cell(name: str, p: int, times: tuple[float, ...] = times) -> str:
+            usable, idle = idle_shares(name, p, times)
+            figures[f"{name}_p{p}_{'_'.join(f'{t:g}' for t in times)}_usable"] = usable
+            return f"{usable:8.1%} {idle:6.1%}"
+
+        print(*schedule_rows(DEGREES, cell), sep="\n")
     return figures
 
 
@@ -94,7 +88,9 @@ def measured(rounds: int) -> tuple[dict[str, float], list[str]]:
         f"{'':16}{'pass':>8} {'units':>6} {'filled':>7} {'delay':>7} {'quartiles':>14} {'late':>7}"
     )
     figures, missed = {}, []
-    for name, found in _run(JOB | {"rounds": rounds}).items():
+    job = JOB | {"rounds": rounds}
+    found_by_name = run_job(NUM_RANKS, "pipeline_fill_run.py", job, timeout_seconds=800)
+    for name, found in found_by_name.items():
         figures |= _figures(name, found, missed)
     return figures, missed
 
@@ -120,27 +116,16 @@ def _figures(name: str, rounds: list[dict[str, Any]], missed: list[str]) -> dict
     return {f"{name}_filled": share, f"{name}_delay": delay}
 
 
-def _run(job: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    with tempfile.TemporaryDirectory() as folder:
-        job_file, result = Path(folder, "job.json"), Path(folder, "result.json")
-        job_file.write_text(json.dumps(job))
-        run_ranks(NUM_RANKS, "pipeline_fill_run.py", job_file, result, timeout_seconds=800)
-        return json.loads(result.read_text())
-
-
 def main() -> int:
     """Runs the benchmark and returns the exit status."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="the last line is a JSON object")
+    parser = make_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=16, help="number of rounds")
     given = parser.parse_args()
     paper = simulated()
     figures, missed = measured(given.rounds)
-    print("\n" + ("All bounds hold." if not missed else "EXCEEDED: " + "; ".join(missed)))
-    if given.json:
-        figures = paper | figures
-        print(json.dumps({"benchmark": "pipeline_fill", "ok": not missed, "figures": figures}))
-    return 1 if missed else 0
+    holds = say_bounds(missed)
+    figures = paper | figures
+    return finish(given, "pipeline_fill", holds, figures)
 
 
 if __name__ == "__main__":

@@ -3,9 +3,7 @@
 
 """Runs a rank of `pipeline_fill.py`, whose stages and units sleep."""
 
-import json
 import random
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -15,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from pipeline_schedules_run import build, seconds_of_pass
+from rank_job import answer_job
 
 from torchtitan.grpo.pipeline.fill_jobs import FillContext, UserJob
 from torchtitan.grpo.pipeline.table_schedule import TableSchedule
@@ -72,16 +71,9 @@ def rounds_of(name: str, settings: dict[str, Any]) -> list[dict[str, Any]]:
     return rounds
 
 
-def main() -> None:
-    job, result = map(Path, sys.argv[1:])
-    settings = json.loads(job.read_text())
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    found = {name: rounds_of(name, settings) for name in settings["schedules"]}
-    if dist.get_rank() == 0:
-        result.write_text(json.dumps(found))
-    dist.destroy_process_group()
+def work(settings: dict[str, Any]) -> dict[str, Any]:
+    return {name: rounds_of(name, settings) for name in settings["schedules"]}
 
 
 if __name__ == "__main__":
-    main()
+    answer_job(work)

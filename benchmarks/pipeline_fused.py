@@ -14,15 +14,12 @@ simulated. The exit status is 1 if 1F1B takes more than 0.9 of two passes, or a 
 its simulation. With ``--json`` the last line is an object. It takes about five minutes.
 """
 
-import argparse
-import json
 import statistics
 import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
-from ranks import run_ranks
+from figures import finish, make_parser, say_bounds
+from ranks import run_job
 
 from torchtitan.grpo.pipeline.schedules import SCHEDULES
 from torchtitan.grpo.pipeline.tables.actions import Costs
@@ -50,21 +47,15 @@ def simulated(name: str, microbatches: int) -> dict[str, float]:
     return {"one": one.makespan, "two": 2 * alone.makespan, "memory": one.peak / alone.peak}
 
 
-def measured(rounds: int) -> dict[str, dict[str, list[float]]]:
-    with tempfile.TemporaryDirectory() as folder:
-        job_file, result = Path(folder, "job.json"), Path(folder, "result.json")
-        job_file.write_text(json.dumps(JOB | {"rounds": rounds}))
-        run_ranks(NUM_RANKS, "pipeline_fused_run.py", job_file, result, timeout_seconds=800)
-        return json.loads(result.read_text())
-
-
 def report(rounds: int) -> tuple[dict[str, Any], list[str]]:
     """Prints the table; returns its figures, and a text for each bound that is exceeded."""
     print(
         f"{'':16}{'count':>6} {'simulated':>10} {'measured':>9} {'range':>14} {'over':>6} {'memory':>7}"
     )
     figures, missed = {}, []
-    for key, seconds in measured(rounds).items():
+    job = JOB | {"rounds": rounds}
+    measured = run_job(NUM_RANKS, "pipeline_fused_run.py", job, timeout_seconds=800)
+    for key, seconds in measured.items():
         name, count = key.split()
         plan = simulated(name, int(count))
         ratios = sorted(one / two for one, two in zip(seconds["one"], seconds["two"], strict=True))
@@ -83,16 +74,11 @@ def report(rounds: int) -> tuple[dict[str, Any], list[str]]:
 
 def main() -> int:
     """Runs the benchmark and returns the exit status."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="the last line is a JSON object")
+    parser = make_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=3, help="number of rounds")
     given = parser.parse_args()
     figures, missed = report(given.rounds)
-    print("\n" + ("All bounds hold." if not missed else "EXCEEDED: " + "; ".join(missed)))
-    if given.json:
-        record = {"benchmark": "pipeline_fused", "ok": not missed, "figures": figures}
-        print(json.dumps(record, allow_nan=False))
-    return 1 if missed else 0
+    return finish(given, "pipeline_fused", say_bounds(missed), figures)
 
 
 if __name__ == "__main__":

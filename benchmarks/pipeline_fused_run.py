@@ -3,13 +3,10 @@
 
 """Runs a rank of `pipeline_fused.py`, whose stages sleep instead of computing."""
 
-import json
-import sys
-from pathlib import Path
+from typing import Any
 
-import torch
-import torch.distributed as dist
 from pipeline_schedules_run import build, seconds_of_pass
+from rank_job import answer_job
 
 Rounds = dict[str, list[float]]
 
@@ -25,20 +22,13 @@ def rounds_of(name: str, times: list[float], microbatches: int, rounds: int) -> 
     return {way: seconds[1:] for way, seconds in found.items()}  # the first round infers shapes
 
 
-def main() -> None:
-    job, result = map(Path, sys.argv[1:])
-    settings = json.loads(job.read_text())
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    found = {
+def work(settings: dict[str, Any]) -> dict[str, Rounds]:
+    return {
         f"{name} {count}": rounds_of(name, settings["times"], count, settings["rounds"])
         for name in settings["schedules"]
         for count in settings["microbatches"]
     }
-    if dist.get_rank() == 0:
-        result.write_text(json.dumps(found, allow_nan=False))
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    answer_job(work)

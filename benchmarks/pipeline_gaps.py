@@ -20,18 +20,15 @@ pass more than 2 % slower, or if the hidden share differs from the simulator's b
 ``--json`` the last line is a JSON object.
 """
 
-import argparse
-import json
 import statistics
 import sys
-import tempfile
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from ranks import run_ranks
+from figures import finish, make_parser, say_bounds, schedule_rows
+from ranks import run_job
 
-from torchtitan.grpo.pipeline.schedules import AUTO, LAYER_SCHEDULES, SCHEDULES
+from torchtitan.grpo.pipeline.schedules import SCHEDULES
 from torchtitan.grpo.pipeline.tables.actions import Action, Costs, Table
 from torchtitan.grpo.pipeline.tables.gaps import fill_gaps
 from torchtitan.grpo.pipeline.tables.simulate import simulate
@@ -91,18 +88,15 @@ def simulated() -> dict[str, float]:
             "microbatches per rank: share of the reference passes that fits into gaps, and time "
             "relative to separate reference passes"
         )
-        print(f"{'':22}" + "".join(f"{f'p = {p}':>16}" for p in DEGREES))
-        for name in LAYER_SCHEDULES:
-            if name == AUTO:
-                continue
-            cells = []
-            for p in DEGREES:
-                fitting, _, apart, in_gaps = on_paper(name, p, times)
-                share = fitting / (MICROBATCHES_A_RANK * p)
-                cells.append(f"{share:8.0%} {in_gaps / apart:6.3f}".rjust(16))
-                key = f"{name}_p{p}_{'_'.join(f'{t:g}' for t in times)}"
-                figures[f"{key}_fits"], figures[f"{key}_time"] = share, in_gaps / apart
-            print(f"{name:22}" + "".join(cells))
+
+        def cell(name: str, p: int, times: tuple[float, ...] = times) -> str:
+            fitting, _, apart, in_gaps = on_paper(name, p, times)
+            share = fitting / (MICROBATCHES_A_RANK * p)
+            key = f"{name}_p{p}_{'_'.join(f'{t:g}' for t in times)}"
+            figures[f"{key}_fits"], figures[f"{key}_time"] = share, in_gaps / apart
+            return f"{share:8.0%} {in_gaps / apart:6.3f}"
+
+        print(*schedule_rows(DEGREES, cell), sep="\n")
     return figures
 
 
@@ -119,7 +113,8 @@ def measured(rounds: int) -> tuple[dict[str, float], list[str]]:
             "fitting": {name: expected[name][0] for name in names},
             "rounds": rounds,
         }
-        for name, seconds in _run(num_ranks, job).items():
+        measured_by_name = run_job(num_ranks, "pipeline_gaps_run.py", job, timeout_seconds=600)
+        for name, seconds in measured_by_name.items():
             alone, filled, apart, in_gaps = (
                 statistics.median(seconds[way]) for way in ("alone", "filled", "apart", "in gaps")
             )
@@ -146,29 +141,18 @@ def measured(rounds: int) -> tuple[dict[str, float], list[str]]:
     return figures, missed
 
 
-def _run(num_ranks: int, job: dict[str, Any]) -> dict[str, dict[str, list[float]]]:
-    with tempfile.TemporaryDirectory() as folder:
-        job_file, result = Path(folder, "job.json"), Path(folder, "result.json")
-        job_file.write_text(json.dumps(job))
-        run_ranks(num_ranks, "pipeline_gaps_run.py", job_file, result, timeout_seconds=600)
-        return json.loads(result.read_text())
-
-
 def main() -> int:
     """Runs the benchmark and returns the exit status."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="the last line is a JSON object")
+    parser = make_parser(__doc__)
     parser.add_argument(
         "--rounds", type=int, default=5, help="number of rounds with sleeping stages"
     )
     given = parser.parse_args()
     paper = simulated()
     figures, missed = measured(given.rounds)
-    print("\n" + ("All bounds hold." if not missed else "EXCEEDED: " + "; ".join(missed)))
-    if given.json:
-        figures = paper | figures
-        print(json.dumps({"benchmark": "pipeline_gaps", "ok": not missed, "figures": figures}))
-    return 1 if missed else 0
+    holds = say_bounds(missed)
+    figures = paper | figures
+    return finish(given, "pipeline_gaps", holds, figures)
 
 
 if __name__ == "__main__":

@@ -3,15 +3,14 @@
 
 """Runs a rank of `pipeline_gaps.py`, whose training and reference passes sleep."""
 
-import json
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from pipeline_schedules_run import DIM, SleepingModule, build
+from rank_job import answer_job
 from torch.distributed.pipelining import PipelineStage
 
 from torchtitan.grpo.pipeline.lean_stage import LeanStage
@@ -97,20 +96,13 @@ def in_turns(passes: dict[str, Callable[[str], float]], rounds: int) -> dict[str
     return seconds
 
 
-def main() -> None:
-    job, result = map(Path, sys.argv[1:])
-    settings = json.loads(job.read_text())
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+def work(settings: dict[str, Any]) -> dict[str, dict[str, list]]:
     passes = {
         name: Passes(name, settings["times"], settings["microbatches"], fitting).run
         for name, fitting in settings["fitting"].items()
     }
-    seconds = in_turns(passes, settings["rounds"])
-    if dist.get_rank() == 0:
-        result.write_text(json.dumps(seconds))
-    dist.destroy_process_group()
+    return in_turns(passes, settings["rounds"])
 
 
 if __name__ == "__main__":
-    main()
+    answer_job(work)

@@ -25,19 +25,17 @@ object. ``--quick`` runs fewer ranks and rounds. ``--pictures`` draws the schedu
 docs/schedules.md shows.
 """
 
-import argparse
 import itertools
-import json
 import math
 import statistics
 import sys
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from figures import finish, make_parser, say_bounds
 from pipeline_compute import compare_passes, compare_processor_times
-from ranks import run_ranks
+from ranks import run_job
 
 from torchtitan.grpo.commands.schedule import try_all
 from torchtitan.grpo.pipeline.draw import draw_picture
@@ -169,11 +167,8 @@ def checkpointed(rounds: int) -> tuple[dict[str, float], list[str]]:
 
 def measure(schedules: Mapping[str, tuple[str, int | None]], rounds: int) -> dict[str, list[float]]:
     """Returns the seconds of each round of each schedule; see `pipeline_schedules_run.py`."""
-    with tempfile.TemporaryDirectory() as folder:
-        job, result = Path(folder, "job.json"), Path(folder, "result.json")
-        job.write_text(json.dumps(SLEEPING | {"schedules": dict(schedules), "rounds": rounds}))
-        run_ranks(SLEEPING["ranks"], "pipeline_schedules_run.py", job, result, timeout_seconds=600)
-        return json.loads(result.read_text())
+    job = SLEEPING | {"schedules": dict(schedules), "rounds": rounds}
+    return run_job(SLEEPING["ranks"], "pipeline_schedules_run.py", job, timeout_seconds=600)
 
 
 def _title() -> str:
@@ -202,8 +197,7 @@ def draw(folder: Path) -> None:
 
 def main() -> int:
     """Runs the benchmark and returns the exit status."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="the last line is a JSON object")
+    parser = make_parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer ranks and rounds")
     parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="draw instead of measuring")
     given = parser.parse_args()
@@ -216,12 +210,8 @@ def main() -> int:
         found, more = part(rounds)
         figures |= found
         missed += more
-    print("\n" + ("All bounds hold." if not missed else "EXCEEDED: " + "; ".join(missed)))
-    if given.json:
-        print(json.dumps(
-            {"benchmark": "pipeline_schedules", "ok": not missed, "figures": paper | figures}
-        ))  # fmt: skip
-    return 1 if missed else 0
+    holds = say_bounds(missed)
+    return finish(given, "pipeline_schedules", holds, paper | figures)
 
 
 if __name__ == "__main__":

@@ -3,16 +3,14 @@
 
 """Runs a rank of `pipeline_schedules.py`, whose stages sleep instead of computing."""
 
-import json
-import sys
 import time
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from rank_job import answer_job
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.pipelining import PipelineStage
 
@@ -135,11 +133,7 @@ def seconds_of_pass(
     return time.monotonic() - begin
 
 
-def main() -> None:
-    job, result = map(Path, sys.argv[1:])
-    settings = json.loads(job.read_text())
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+def work(settings: dict[str, Any]) -> dict[str, list[float]]:
     schedules = {
         label: build(name, settings["times"], early)
         for label, (name, early) in settings["schedules"].items()
@@ -150,10 +144,8 @@ def main() -> None:
     for _ in range(settings["rounds"]):
         for name, schedule in schedules.items():
             seconds[name].append(seconds_of_pass(schedule, settings["microbatches"]))
-    if dist.get_rank() == 0:
-        result.write_text(json.dumps(seconds))
-    dist.destroy_process_group()
+    return seconds
 
 
 if __name__ == "__main__":
-    main()
+    answer_job(work)

@@ -20,7 +20,6 @@ the best of those measured, or if a plan for 10,000 devices takes more than 10 s
 a JSON object.
 """
 
-import argparse
 import json
 import os
 import re
@@ -32,6 +31,8 @@ import time
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+
+from figures import finish, make_parser
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 MODEL = REPOSITORY / "assets/reverse_digits/model"
@@ -228,8 +229,7 @@ def check_seconds() -> tuple[dict[str, float], bool]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="the last line is a JSON object")
+    parser = make_parser(__doc__)
     parser.add_argument("--keep", type=Path, help="folder in which runs are kept, and found again")
     parser.add_argument("--known", action="store_true", help="leave out the cases held out")
     options = parser.parse_args()
@@ -243,11 +243,7 @@ def main() -> int:
         f"{'ok  ' if holds else 'FAIL'} a prediction may be wrong by {MOST_ERROR:.0%}, and the split that "
         "the planner names must be the best"
     )
-    if options.json:
-        figures |= splits | seconds
-        result = {"benchmark": "planner_accuracy", "ok": holds, "figures": figures}
-        print(json.dumps(result, allow_nan=False))
-    return 0 if holds else 1
+    return finish(options, "planner_accuracy", holds, figures | splits | seconds)
 
 
 if __name__ == "__main__":

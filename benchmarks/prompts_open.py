@@ -14,8 +14,6 @@ otherwise the disk could limit the speed. The exit status is 1 if opening is not
 fast as parsing every line in Python. With ``--json`` the last line is a JSON object.
 """
 
-import argparse
-import json
 import sys
 import tempfile
 import time
@@ -28,6 +26,7 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from figures import finish, make_parser
 
 from torchtitan.grpo.rollout.tables import Table
 from torchtitan.grpo.rollout.tables.arrow import ParquetTable
@@ -157,8 +156,7 @@ def measure_rows(path: Path, folder: Path) -> dict[str, float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="the last line is a JSON object")
+    parser = make_parser(__doc__)
     parser.add_argument("--mib", type=int, default=256, help="size of the file")
     parser.add_argument("--prompt-bytes", type=int, default=300, help="mean length of a prompt")
     options = parser.parse_args()
@@ -167,9 +165,7 @@ def main() -> int:
         write_jsonl(path, options.mib << 20, options.prompt_bytes)
         figures, ok = measure_opening(path)
         figures |= measure_rows(path, Path(name))
-    if options.json:
-        print(json.dumps({"benchmark": "prompts_open", "ok": ok, "figures": figures}))
-    return 0 if ok else 1
+    return finish(options, "prompts_open", ok, figures)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ takes about twenty minutes. The benchmark prints one row for each layout, and ex
 a layout differs. With ``--json`` the last line is a JSON object.
 """
 
-import argparse
 import asyncio
 import json
 import os
@@ -36,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from figures import finish, make_parser
 from layout_parity import add_choice, make_models, record_batch
 from layouts import Choice, Layout, layouts_of
 from ranks import run_ranks
@@ -65,8 +65,7 @@ QUICK = {
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="the last line is a JSON object")
+    parser = make_parser(__doc__)
     add_choice(parser)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
@@ -87,10 +86,8 @@ def main() -> int:
             f"{row['pushes']:>7}  {at:16} {verdict}"
         )
     ok = bool(rows) and all(row["ok"] for row in rows)
-    if options.json:
-        figures = {f"{row['model']}/{row['layout']}": row for row in rows}
-        print(json.dumps({"benchmark": "push_exactness", "ok": ok, "figures": figures}))
-    return 0 if ok else 1
+    figures = {f"{row['model']}/{row['layout']}": row for row in rows}
+    return finish(options, "push_exactness", ok, figures)
 
 
 def scatter_vectors(path: Path) -> None:

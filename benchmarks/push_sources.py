@@ -14,14 +14,13 @@ scripts/install_sglang.sh). Five runs take about twelve minutes. With ``--json``
 JSON object.
 """
 
-import argparse
-import json
 import signal
 import sys
 import tempfile
 from pathlib import Path
 
 import numpy as np
+from figures import finish, make_parser
 from random_models import SIZES, make_model
 from weight_push import KINDS, python_of, run_pushes, running_server
 
@@ -54,8 +53,7 @@ def measure(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="the last line is a JSON object")
+    parser = make_parser(__doc__)
     parser.add_argument(
         "--runs", type=int, default=5, help="number of runs for each value of max_sources"
     )
@@ -88,9 +86,7 @@ def main() -> int:
                     f"{np.median(times):7.1f} ms ({min(times):.1f} to {max(times):.1f})",
                     flush=True,
                 )
-    if options.json:
-        print(json.dumps({"benchmark": "push_sources", "ok": True, "figures": figures}))
-    return 0 if len(figures) == len(options.only) else 1
+    return finish(options, "push_sources", len(figures) == len(options.only), figures)
 
 
 if __name__ == "__main__":

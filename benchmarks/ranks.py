@@ -8,12 +8,14 @@ The ranks are forked from one process that has imported torch and the package, a
 """
 
 import atexit
+import json
 import os
 import subprocess
 import sys
 import tempfile
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "programs"))
 
@@ -26,6 +28,15 @@ def fork_server() -> ForkServer:
     server = ForkServer()
     atexit.register(server.close)
     return server
+
+
+def run_job(num_ranks: int, program: str, job: Any, *, timeout_seconds: float) -> Any:
+    """Runs a program of this folder, which calls `answer_job`, on several ranks; returns its result."""
+    with tempfile.TemporaryDirectory() as folder:
+        file, result = Path(folder, "job.json"), Path(folder, "result.json")
+        file.write_text(json.dumps(job))
+        run_ranks(num_ranks, program, file, result, timeout_seconds=timeout_seconds)
+        return json.loads(result.read_text())
 
 
 def run_ranks(num_ranks: int, program: str, *arguments: Path, timeout_seconds: float) -> None:

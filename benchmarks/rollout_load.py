@@ -23,7 +23,6 @@ slower than a step of the trainer alone, or if fewer than 990 completions were i
 ``--json`` the last line is a JSON object.
 """
 
-import argparse
 import json
 import os
 import subprocess
@@ -36,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from figures import finish, make_parser
 from random_models import make_model
 from stub_servers import running_stubs
 
@@ -277,8 +277,7 @@ def measure(folder: Path, steps: int) -> tuple[dict[str, float], bool]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="the last line is a JSON object")
+    parser = make_parser(__doc__)
     parser.add_argument(
         "--steps",
         type=int,
@@ -291,9 +290,7 @@ def main() -> int:
         folder = options.keep or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         figures, holds = measure(folder, options.steps)
-    if options.json:
-        print(json.dumps({"benchmark": "rollout_load", "ok": holds, "figures": figures}))
-    return 0 if holds else 1
+    return finish(options, "rollout_load", holds, figures)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ The exit status is 1 unless the largest |r| is at most 1e-3 in float32, and the 
 least 0.99 in bfloat16. With ``--json``, the last line is a JSON object.
 """
 
-import argparse
 import json
 import re
 import sys
@@ -33,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from figures import finish, make_parser
 from ranks import run_ranks
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "programs"))
@@ -47,8 +47,7 @@ _MEASURED = re.compile(r"is attested within .* \((\S+) was measured")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--json", action="store_true", help="the last line is a JSON object")
+    parser = make_parser(__doc__)
     parser.add_argument("--servers", nargs="+", choices=SERVERS, default=list(SERVERS))
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     arguments = parser.parse_args()
@@ -65,9 +64,7 @@ def main() -> int:
             figures |= {f"{server} {dtype} {column}": row[column] for column in COLUMNS}
             is_exact = row["max"] <= MAX_FLOAT32 if dtype == "float32" else row["ESS"] >= MIN_ESS
             is_ok = is_ok and is_exact
-    if arguments.json:
-        print(json.dumps({"benchmark": "server_mismatch", "ok": is_ok, "figures": figures}))
-    return 0 if is_ok else 1
+    return finish(arguments, "server_mismatch", is_ok, figures)
 
 
 def measure(server: str, dtype: str) -> dict[str, float]:

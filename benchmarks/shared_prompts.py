@@ -16,16 +16,15 @@ groups leave rows that are filled unevenly. The exit status is 1 if a bound is m
 the last line is an object. It takes about five minutes.
 """
 
-import argparse
-import json
 import statistics
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
+from figures import finish, make_parser
 from random_models import make_model
-from ranks import run_ranks
+from ranks import run_job
 
 BOUNDS = {0.25: 0.95, 1.0: 0.7, 4.0: 0.4}
 """Largest time with shared prompts, by the length of the prompt; both are ratios."""
@@ -39,20 +38,16 @@ TIMEOUT_SECONDS = 800
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--json", action="store_true", help="the last line is a JSON object")
+    parser = make_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model, _ = make_model(folder, "1M")
-        job, result = folder / "job.json", folder / "result.json"
         settings = SETTINGS | {
             "model": str(model), "rounds": arguments.rounds, "prompts": list(BOUNDS),
         }  # fmt: skip
-        job.write_text(json.dumps(settings))
-        run_ranks(1, "shared_prompts_run.py", job, result, timeout_seconds=TIMEOUT_SECONDS)
-        found = json.loads(result.read_text())
+        found = run_job(1, "shared_prompts_run.py", settings, timeout_seconds=TIMEOUT_SECONDS)
     print("prompt/completion  tokens  rows    time without  time with      ratio (range)   bound")
     figures: dict[str, Any] = {"tokens of a large batch": found["counted"]}
     ok = found["counted"] <= TOKENS_BOUND
@@ -70,13 +65,7 @@ def main() -> int:
     print(
         f"A large batch computes {found['counted']:.4f} of its tokens (bound {TOKENS_BOUND:.2f})."
     )
-    if arguments.json:
-        print(
-            json.dumps(
-                {"benchmark": "shared_prompts", "ok": ok, "figures": figures}, allow_nan=False
-            )
-        )
-    return 0 if ok else 1
+    return finish(arguments, "shared_prompts", ok, figures)
 
 
 if __name__ == "__main__":

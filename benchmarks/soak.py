@@ -23,7 +23,6 @@ must account for each prompt exactly once, and the run must have continued after
 The exit status is 1 if a condition does not hold. With ``--json`` the last line is a JSON object.
 """
 
-import argparse
 import contextlib
 import json
 import os
@@ -42,6 +41,7 @@ from typing import Any
 
 import psutil
 from exactly_once import REPOSITORY, KilledRun, check_ledger, command_of
+from figures import finish, make_parser
 
 DISK_MIB = 256
 FULL_SECONDS = 20.0
@@ -420,8 +420,7 @@ def measure(folder: Path, kind: str, seconds: float, seed: int) -> tuple[dict[st
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="the last line is a JSON object")
+    parser = make_parser(__doc__)
     parser.add_argument("--seconds", type=float, default=7200.0)
     parser.add_argument("--kind", choices=("embedded", "vllm", "sglang"), default="vllm")
     parser.add_argument("--seed", type=int, default=0)
@@ -434,9 +433,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="soak-") as temporary:
         folder = options.keep or Path(temporary)
         figures, holds = measure(folder, options.kind, options.seconds, options.seed)
-    if options.json:
-        print(json.dumps({"benchmark": "soak", "ok": holds, "figures": figures}))
-    return 0 if holds else 1
+    return finish(options, "soak", holds, figures)
 
 
 if __name__ == "__main__":

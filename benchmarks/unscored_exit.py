@@ -22,14 +22,13 @@ policy chooses what cannot be scored. The exit status is 1 unless, in both cases
 It takes about a minute on two cores of a CPU. With ``--json`` the last line is a JSON object.
 """
 
-import argparse
 import asyncio
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from figures import finish, make_parser
 
 from torchtitan.grpo.config import GRPO, Reward, Rollout
 from torchtitan.grpo.config.job_config import JobConfig
@@ -158,8 +157,7 @@ async def measure(faster: int, seed: int) -> tuple[dict[str, float], list[str]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="the last line is a JSON object")
+    parser = make_parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer and larger steps")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
@@ -168,9 +166,7 @@ def main() -> int:
         print(f"{name:45} {value:.3f}")
     for problem in broken:
         print(f"FAIL {problem}")
-    if options.json:
-        print(json.dumps({"benchmark": "unscored_exit", "ok": not broken, "figures": figures}))
-    return 0 if not broken else 1
+    return finish(options, "unscored_exit", not broken, figures)
 
 
 if __name__ == "__main__":

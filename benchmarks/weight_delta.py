@@ -14,8 +14,6 @@ exit status is 1 if the decoded weights differ in any bit from the encoded weigh
 the last line is a JSON object.
 """
 
-import argparse
-import json
 import sys
 import tempfile
 import time
@@ -25,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from figures import finish, make_parser
 from random_models import make_model
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
@@ -195,8 +194,7 @@ def mean_figures(deltas: list[Delta]) -> dict[str, float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="the last line is a JSON object")
+    parser = make_parser(__doc__)
     parser.add_argument("--steps", type=int, default=12, help="number of counted steps")
     parser.add_argument("--models", nargs="+", choices=("tiny", "30M"), default=["tiny", "30M"])
     options = parser.parse_args()
@@ -227,9 +225,7 @@ def main() -> int:
                         f"{mean['apply_gbps']:8.2f} GB/s  {'ok' if is_exact else 'DIFFERS'}",
                         flush=True,
                     )
-    if options.json:
-        print(json.dumps({"benchmark": "weight_delta", "ok": ok, "figures": figures}))
-    return 0 if ok else 1
+    return finish(options, "weight_delta", ok, figures)
 
 
 if __name__ == "__main__":

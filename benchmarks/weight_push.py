@@ -20,7 +20,6 @@ exit status is 1 if a push has less than 0.8 of the bandwidth of the plain broad
 is missing or was lost. With ``--json`` the last line is a JSON object.
 """
 
-import argparse
 import asyncio
 import contextlib
 import json
@@ -38,6 +37,7 @@ from typing import Any
 import numpy as np
 from boundary_stall import REPOSITORY, rank_environment, tail
 from disturbed_servers import wait_for_server
+from figures import finish, make_parser
 from random_models import SIZES, VOCAB_SIZE, make_model
 
 from torchtitan.grpo.inference.client import ServerError
@@ -282,8 +282,7 @@ def measure_pause(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="the last line is a JSON object")
+    parser = make_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=15, help="number of counted pushes")
     parser.add_argument(
         "--size",
@@ -320,9 +319,7 @@ def main() -> int:
                 print(f"FAIL {error}", flush=True)
             figures |= measured
             ok = ok and holds
-    if options.json:
-        print(json.dumps({"benchmark": "weight_push", "ok": ok, "figures": figures}))
-    return 0 if ok else 1
+    return finish(options, "weight_push", ok, figures)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from torch.optim.optimizer import (
 from work import Ledger, Shape
 
 from torchtitan.grpo.config.job_config import JobConfig
-from torchtitan.grpo.config_checks.load import load_config
+from torchtitan.grpo.config_checks import load_config
 from torchtitan.grpo.data.feed import Feed, TrainBatch
 from torchtitan.grpo.data.rows import Sample, build_rows
 from torchtitan.grpo.data.step_plan import SampleTable

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from torchtitan.grpo.config_checks.load import load_config
+from torchtitan.grpo.config_checks import load_config
 from torchtitan.grpo.inference.embedded.model import load_model
 from torchtitan.grpo.models.hf_config import read_hf_model
 from torchtitan.grpo.models.hf_weights import load_hf_weights

@@ -14,8 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from torchtitan.grpo.config_checks import check_model
-from torchtitan.grpo.config_checks.load import load_config
+from torchtitan.grpo.config_checks import check_model, load_config
 from torchtitan.grpo.models.hf_config import read_hf_model
 from torchtitan.grpo.resume.resumption import CheckpointError
 from torchtitan.grpo.system.rank_channel import RankChannel

@@ -100,7 +100,7 @@ def schedule(arguments: list[str]) -> int:
     given, others = options().parse_known_args(arguments)
     with as_trained(others) as rest:
         from torchtitan.grpo.commands.schedule import show_schedules
-        from torchtitan.grpo.config_checks.load import load_config
+        from torchtitan.grpo.config_checks import load_config
 
         config = load_config(rest)
         degree = config.parallelism.pipeline_parallel_degree

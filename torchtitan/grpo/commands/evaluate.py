@@ -24,8 +24,7 @@ from torchtitan.grpo.config import RolloutProcessConfig
 from torchtitan.grpo.config.cluster import count_servers, server_groups
 from torchtitan.grpo.config.evaluation import evaluation_sets
 from torchtitan.grpo.config.job_config import JobConfig
-from torchtitan.grpo.config_checks import check_model
-from torchtitan.grpo.config_checks.load import load_config
+from torchtitan.grpo.config_checks import check_model, load_config
 from torchtitan.grpo.config_checks.rules import require
 from torchtitan.grpo.controller import process_config
 from torchtitan.grpo.inference.local_servers import set_random_keys

@@ -18,9 +18,11 @@ class Agent:
     """
 
     command: list[str] = field(default_factory=list)
-    """Program and arguments of an agent, of which one process is started for each episode. At most one for
-    each core starts at the same time, until its first request or for 30 s. It reads the prompt's row as JSON from its standard input. If the last line of its output is a number, or
-    a JSON object with ``reward``, this is the episode's reward (``reward.functions = ["agent"]``)."""
+    """Experimental: Program and arguments of an agent, of which one process is started for each
+    episode. At most one for each core starts at the same time, until its first request or for
+    30 s. It reads the prompt's row as JSON from its standard input. If the last line of its
+    output is a number, or a JSON object with ``reward``, this is the episode's reward
+    (``reward.functions = ["agent"]``)."""
 
     function: str | None = None
     """An agent as a function, ``async def run(client, row)``, named ``package.module:run`` or
@@ -29,24 +31,28 @@ class Agent:
     None."""
 
     options: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments with which ``function`` is called, besides ``client`` and ``row``."""
+    """Experimental: Keyword arguments with which ``function`` is called, besides ``client`` and
+    ``row``."""
 
     workers: Annotated[int, at_least(1)] = 1
-    """Number of processes that run ``function``. Each process runs many episodes at the same time."""
+    """Number of processes that run ``function``. Each process runs many episodes at the same
+    time. Measured by ``benchmarks/agent_load.py``."""
 
     timeout_seconds: Annotated[float, above(0)] = 300.0
-    """Maximum time that an episode takes from its first request on, not counting the time in which it
-    waits for the model. After this time, the program is ended and the completion counts as failed.
-    The first request must come within the same time; that of a ``command``, within 300 s or more."""
+    """Experimental: Maximum time that an episode takes from its first request on, not counting
+    the time in which it waits for the model. After this time, the program is ended and the
+    completion counts as failed. The first request must come within the same time; that of a
+    ``command``, within 300 s or more."""
 
     allow_sampling: bool = False
-    """Whether a request's own ``temperature``, ``top_p``, ``top_k`` and ``seed`` are used. Tokens that
-    were sampled with other settings than those of ``[rollout]`` are context and not trained. With
-    False, the settings of ``[rollout]`` are used for all requests."""
+    """Experimental: Whether a request's own ``temperature``, ``top_p``, ``top_k`` and ``seed``
+    are used. Tokens that were sampled with other settings than those of ``[rollout]`` are
+    context and not trained. With False, the settings of ``[rollout]`` are used for all
+    requests."""
 
     host: str = "127.0.0.1"
-    """Address on which the rollout process serves its agents. Programs in other network namespaces,
-    such as containers, need an address that they can reach."""
+    """Experimental: Address on which the rollout process serves its agents. Programs in other
+    network namespaces, such as containers, need an address that they can reach."""
 
     @property
     def is_used(self) -> bool:

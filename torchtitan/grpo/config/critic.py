@@ -19,8 +19,8 @@ class Critic:
     """
 
     path: str | None = None
-    """Hugging Face directory of the model that the critic starts from, or its name on the Hub. It
-    must have the architecture and the sizes of the policy. With None, it is
+    """Experimental: Hugging Face directory of the model that the critic starts from, or its
+    name on the Hub. It must have the architecture and the sizes of the policy. With None, it is
     ``model.hf_assets_path``. The head that computes values starts at zero, unless the directory
     holds a head of one output, ``score.weight``, as reward models do."""
 
@@ -46,10 +46,11 @@ class Critic:
     nothing. Matters only if a batch takes several optimizer steps. The default is TRL's."""
 
     warmup_steps: Annotated[int, at_least(0)] = 0
-    """Number of steps at the beginning in which only the critic learns. The policy, which takes no
-    optimizer step, is published unchanged. Its learning-rate schedule counts these steps as well."""
+    """Experimental: Number of steps at the beginning in which only the critic learns. The
+    policy, which takes no optimizer step, is published unchanged. Its learning-rate schedule
+    counts these steps as well."""
 
     level: Literal["token", "turn"] = "token"
-    """Whether each trained token is a decision with a value and an advantage, or each turn: a maximal
-    run of trained tokens in a sequence. At turn level, the value is read where the turn begins, and
-    all of its tokens have one advantage."""
+    """Experimental: Whether each trained token is a decision with a value and an advantage, or
+    each turn: a maximal run of trained tokens in a sequence. At turn level, the value is read
+    where the turn begins, and all of its tokens have one advantage."""

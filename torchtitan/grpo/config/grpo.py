@@ -29,15 +29,15 @@ class GRPO:
 
     num_minibatches: Annotated[int, at_least(1)] = 1
     """Number of minibatches into which a batch is split, with one optimizer step each. Prompt
-    groups are not split, so the number cannot exceed ``prompts_per_step``. ``training.steps``, the
-    learning-rate schedule (``lr_scheduler.warmup_steps``) and policy versions count batches, not
-    minibatches."""
+    groups are not split, so the number cannot exceed ``prompts_per_step``. ``training.steps``,
+    the learning-rate schedule (``lr_scheduler.warmup_steps``) and policy versions count
+    batches, not minibatches. Measured by ``benchmarks/layout_parity.py``."""
 
     num_epochs: Annotated[int, at_least(1)] = 1
-    """Number of times that each batch is trained on. If a batch takes more than one optimizer step
-    (``num_minibatches * num_epochs``) and ``old_policy = "step_start"``, the trainer computes the
-    log-probabilities of the old policy in an additional forward pass before the first optimizer
-    step."""
+    """Number of times that each batch is trained on. If a batch takes more than one optimizer
+    step (``num_minibatches * num_epochs``) and ``old_policy = "step_start"``, the trainer
+    computes the log-probabilities of the old policy in an additional forward pass before the
+    first optimizer step. Measured by ``benchmarks/layout_parity.py``."""
 
     advantage: Literal[
         "group_norm", "group_mean", "leave_one_out", "leave_one_out_norm", "batch_norm", "max_rl",
@@ -71,8 +71,9 @@ class GRPO:
     formulas."""
 
     policy_loss_options: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments for a custom ``policy_loss`` function. An option that the function does not
-    accept is refused. The built-in losses have no options; they use the settings below."""
+    """Experimental: Keyword arguments for a custom ``policy_loss`` function. An option that the
+    function does not accept is refused. The built-in losses have no options; they use the
+    settings below."""
 
     clip_low: Annotated[float, at_least(0).below(1)] = 0.2
     """Ratios below ``1 - clip_low`` are clipped."""
@@ -83,9 +84,9 @@ class GRPO:
     at ``-clip_low`` otherwise; its paper uses 0.4 for both."""
 
     dual_clip: Annotated[float, above(1).or_value(0, "off")] = 0.0
-    """Bound of dual-clip PPO: the loss of a token with a negative advantage A is at most
-    ``-dual_clip * A``, however large its ratio is. Used with ``policy_loss = "clip"`` and
-    ``policy_loss = "gspo"``."""
+    """Experimental: Bound of dual-clip PPO: the loss of a token with a negative advantage A is
+    at most ``-dual_clip * A``, however large its ratio is. Used with ``policy_loss = "clip"``
+    and ``policy_loss = "gspo"``."""
 
     aggregation: Literal["token_mean", "sequence_mean", "constant_length"] = "token_mean"
     """How token losses are aggregated. ``token_mean`` is the mean over all trained tokens of the
@@ -114,24 +115,27 @@ class GRPO:
     """Upper bound of the importance ratio of ``mismatch_correction``."""
 
     importance_floor: Annotated[float, at_least(0)] = 0.0
-    """Lower bound of the importance ratio of ``mismatch_correction``, below ``importance_cap``.
-    With 0, there is no lower bound."""
+    """Experimental: Lower bound of the importance ratio of ``mismatch_correction``, below
+    ``importance_cap``. With 0, there is no lower bound."""
 
     mismatch_veto: Annotated[float, above(0).below(1).or_value(0, "off")] = 0.0
-    """Leave out each sequence that has a trained token whose importance ratio is below this value.
-    A value of 1e-4 finds tokens that the trainer's policy would almost never sample."""
+    """Experimental: Leave out each sequence that has a trained token whose importance ratio is
+    below this value. A value of 1e-4 finds tokens that the trainer's policy would almost never
+    sample."""
 
     mismatch_max_k3: Annotated[float, above(0).or_value(0, "off")] = 0.0
     """Leave out each sequence whose mean ``k3`` estimate of the KL divergence between the
-    sampling-time policy and the trainer's policy, over its trained tokens, is above this value, in
-    nats per token. It can be combined with any ``mismatch_correction``. With
-    ``old_policy = "sampling"``, it is applied to the current policy."""
+    sampling-time policy and the trainer's policy, over its trained tokens, is above this value,
+    in nats per token. It can be combined with any ``mismatch_correction``. With ``old_policy =
+    "sampling"``, it is applied to the current policy. Measured by
+    ``benchmarks/layout_parity.py``."""
 
     off_policy_mask_threshold: Annotated[float, above(0).or_value(0, "off")] = 0.0
-    """Leave out each sequence with a negative advantage that has become unlikely under the current
-    policy (DeepSeek-V3.2): the mean over its trained tokens of the log-probability at sampling time
-    minus the log-probability under the current policy is above this value, in nats per token. TRL
-    recommends starting with 0.5."""
+    """Leave out each sequence with a negative advantage that has become unlikely under the
+    current policy (DeepSeek-V3.2): the mean over its trained tokens of the log-probability at
+    sampling time minus the log-probability under the current policy is above this value, in
+    nats per token. TRL recommends starting with 0.5. Measured by
+    ``benchmarks/layout_parity.py``."""
 
     kl_coef: Annotated[float, at_least(0)] = 0.0
     """Weight of the KL penalty against the reference model. With 0, no reference model is built."""
@@ -147,11 +151,13 @@ class GRPO:
 
     ref_model_path: str | None = None
     """Hugging Face directory of the reference model, or its name on the Hub. With None, it is
-    ``model.hf_assets_path``. Used with ``kl_coef`` above 0."""
+    ``model.hf_assets_path``. Used with ``kl_coef`` above 0. Measured by
+    ``benchmarks/layout_parity.py``."""
 
     ref_model_ema: Annotated[float, at_least(0).below(1)] = 0.0
-    """Decay of an exponential moving average: after each step, the reference model becomes ``ema *
-    reference + (1 - ema) * policy``. With 0, it is never updated."""
+    """Decay of an exponential moving average: after each step, the reference model becomes
+    ``ema * reference + (1 - ema) * policy``. With 0, it is never updated. Measured by
+    ``benchmarks/layout_parity.py``."""
 
     ref_model_offload: bool = False
     """Keep the shards of the reference model in host memory while they are not in use. Has no
@@ -161,82 +167,89 @@ class GRPO:
     """Weight of the entropy bonus in the loss."""
 
     ptx_path: str | None = None
-    """A ``.jsonl`` file with supervised examples that are mixed into each batch. Each row has a
-    string ``completion`` and may have a string ``prompt``. With None, no examples are mixed in.
-    Needs ``rollout.temperature = 1``, because the trainer computes all log-probabilities at that
-    temperature."""
+    """Experimental: A ``.jsonl`` file with supervised examples that are mixed into each batch.
+    Each row has a string ``completion`` and may have a string ``prompt``. With None, no
+    examples are mixed in. Needs ``rollout.temperature = 1``, because the trainer computes all
+    log-probabilities at that temperature."""
 
     ptx_coef: Annotated[float, at_least(0)] = 1.0
-    """Weight of the supervised loss, the mean negative log-likelihood of the completion tokens of
-    ``ptx_path``."""
+    """Experimental: Weight of the supervised loss, the mean negative log-likelihood of the
+    completion tokens of ``ptx_path``."""
 
     ptx_per_step: Annotated[int, at_least(1)] = 8
-    """Number of supervised examples in each step, at least ``num_minibatches``."""
+    """Experimental: Number of supervised examples in each step, at least ``num_minibatches``."""
 
     logprob_chunk_tokens: Annotated[int, at_least(1)] = 256
-    """Number of tokens whose logits are computed at once, so that the full logits of shape [tokens,
-    vocabulary] are never materialized."""
+    """Number of tokens whose logits are computed at once, so that the full logits of shape
+    [tokens, vocabulary] are never materialized. Measured by ``benchmarks/logprob_memory.py``."""
 
     logprob_keep_logits: bool = True
-    """Allocate the gradient of the output layer's weight in the forward pass, and keep as many
-    logits in its memory as fit, so that the backward pass does not recompute them. The peak memory
-    of a microbatch does not change, but each microbatch holds this memory from its forward pass to
-    its backward pass. For this reason, no logits are kept, regardless of this setting, under a
-    pipeline schedule whose last stage holds several microbatches at once (GPipe)."""
+    """Experimental: Allocate the gradient of the output layer's weight in the forward pass, and
+    keep as many logits in its memory as fit, so that the backward pass does not recompute them.
+    The peak memory of a microbatch does not change, but each microbatch holds this memory from
+    its forward pass to its backward pass. For this reason, no logits are kept, regardless of
+    this setting, under a pipeline schedule whose last stage holds several microbatches at once
+    (GPipe)."""
 
     pipeline_memory: Annotated[float, above(0)] = 1.5
-    """Upper bound of the activations that ``parallelism.pipeline_parallel_schedule = "auto"`` may
-    hold, relative to those of 1F1B; docs/schedules.md shows what each schedule holds. If no
-    schedule stays within the bound, the one that holds the fewest activations is used."""
+    """Experimental: Upper bound of the activations that
+    ``parallelism.pipeline_parallel_schedule = "auto"`` may hold, relative to those of 1F1B;
+    docs/schedules.md shows what each schedule holds. If no schedule stays within the bound, the
+    one that holds the fewest activations is used."""
 
     recompute_early_blocks: Annotated[int, at_least(0).or_value(-1, "all")] = 1
     """Number of checkpointed blocks of a pipeline stage, counted from its last block, that are
-    recomputed while the stage waits for the gradient of its output. One block needs no additional
-    memory; with more blocks, their activations are in memory at the same time. The gradients do not
-    change. Has no effect without activation checkpointing, with compiled blocks, or with
-    ``parallelism.fsdp_reshard_after_forward = "always"``."""
+    recomputed while the stage waits for the gradient of its output. One block needs no
+    additional memory; with more blocks, their activations are in memory at the same time. The
+    gradients do not change. Has no effect without activation checkpointing, with compiled
+    blocks, or with ``parallelism.fsdp_reshard_after_forward = "always"``. Measured by
+    ``benchmarks/pipeline_schedules.py``."""
 
     pipeline_offload: Annotated[float, at_least(0).at_most(1).or_value(-1, "auto")] = 0.0
-    """Fraction of a pipeline rank's forward passes whose activations are offloaded to host memory
-    until their backward pass, beginning with the activations that are kept longest. -1 offloads as
-    many as can be copied while the rank computes, based on times and a bandwidth that are measured
-    in an early step. Cannot be combined with ``compile.enable``."""
+    """Fraction of a pipeline rank's forward passes whose activations are offloaded to host
+    memory until their backward pass, beginning with the activations that are kept longest. -1
+    offloads as many as can be copied while the rank computes, based on times and a bandwidth
+    that are measured in an early step. Cannot be combined with ``compile.enable``. Measured by
+    ``benchmarks/layout_parity.py``."""
 
     pipeline_chunk_tokens: Annotated[int, at_least(1).or_value(0, "all")] = 0
-    """Number of tokens of a row for which the schedule Helix computes the parts of a layer other
-    than attention at a time, so that the intermediate tensors of the feed-forward layers exist for
-    these tokens alone. 0 means all tokens. Needs ``activation_checkpoint.mode = "full"``, and is not
-    possible with tensor parallelism. Has no effect on the first and last part of the model, or
-    under other schedules."""
+    """Number of tokens of a row for which the schedule Helix computes the parts of a layer
+    other than attention at a time, so that the intermediate tensors of the feed-forward layers
+    exist for these tokens alone. 0 means all tokens. Needs ``activation_checkpoint.mode =
+    "full"``, and is not possible with tensor parallelism. Has no effect on the first and last
+    part of the model, or under other schedules. Measured by ``benchmarks/helix_runtime.py``."""
 
     pipeline_fill_gaps: bool = True
-    """Whether a pipeline computes the log-probabilities under the reference policy and the proximal
-    policy in the idle time of its training passes, as long as this causes no delay, and trains a
-    critic in the same passes as the policy. The former requires several minibatches
-    (``num_minibatches``). The results do not change. With FSDP, the gathered parameters of both
-    models are then in memory at the same time, and with a critic also the whole gradients of both
-    and the activations of one more microbatch. Has no effect on a reference with ``ref_model_offload``, or on a reference whose KL
-    is part of the reward."""
+    """Whether a pipeline computes the log-probabilities under the reference policy and the
+    proximal policy in the idle time of its training passes, as long as this causes no delay,
+    and trains a critic in the same passes as the policy. The former requires several
+    minibatches (``num_minibatches``). The results do not change. With FSDP, the gathered
+    parameters of both models are then in memory at the same time, and with a critic also the
+    whole gradients of both and the activations of one more microbatch. Has no effect on a
+    reference with ``ref_model_offload``, or on a reference whose KL is part of the reward.
+    Measured by ``benchmarks/pipeline_gaps.py``."""
 
     max_pending_weight_grads_gib: Annotated[float, at_least(0).or_value(-1, "no bound")] = -1
-    """Maximum memory, in GiB per rank, in which a zero-bubble schedule keeps the inputs and output
-    gradients of linear layers whose weight gradients are computed later. When it is exceeded, the
-    oldest weight gradients are computed immediately: the gradients do not change, but less idle
-    time is filled. Other schedules do not defer weight gradients."""
+    """Maximum memory, in GiB per rank, in which a zero-bubble schedule keeps the inputs and
+    output gradients of linear layers whose weight gradients are computed later. When it is
+    exceeded, the oldest weight gradients are computed immediately: the gradients do not change,
+    but less idle time is filled. Other schedules do not defer weight gradients. Measured by
+    ``benchmarks/long_rows.py``."""
 
     async_weight_update: bool = True
     """Push weights to the servers on a background thread while the next step runs. With False, the
     trainer waits for each push between two steps."""
 
     packed_attention: Literal["auto", "varlen", "flex", "sdpa"] = "auto"
-    """How attention is confined to each sequence of a packed row. ``varlen`` uses FlashAttention
-    over sequences of several lengths, whose cost is that of the sequences alone. It needs a GPU of
-    compute capability 8.0 or more, ``training.mixed_precision_param = "bfloat16"``, and attention
-    heads of at most 256 dimensions, a multiple of 8. ``flex`` uses compiled FlexAttention and needs
-    CUDA. ``sdpa`` uses a dense mask, whose memory grows with the square of ``training.seq_len``.
-    ``auto`` uses ``varlen`` where it can run. Elsewhere, it uses ``flex`` on CUDA if rows have at
-    least 2,048 tokens, and ``sdpa`` otherwise. On CUDA the kernel is tried before training starts,
-    and ``auto`` replaces one that fails by the next. The log names the kernel in use."""
+    """Experimental: How attention is confined to each sequence of a packed row. ``varlen`` uses
+    FlashAttention over sequences of several lengths, whose cost is that of the sequences alone.
+    It needs a GPU of compute capability 8.0 or more, ``training.mixed_precision_param =
+    "bfloat16"``, and attention heads of at most 256 dimensions, a multiple of 8. ``flex`` uses
+    compiled FlexAttention and needs CUDA. ``sdpa`` uses a dense mask, whose memory grows with
+    the square of ``training.seq_len``. ``auto`` uses ``varlen`` where it can run. Elsewhere, it
+    uses ``flex`` on CUDA if rows have at least 2,048 tokens, and ``sdpa`` otherwise. On CUDA
+    the kernel is tried before training starts, and ``auto`` replaces one that fails by the
+    next. The log names the kernel in use."""
 
     hf_export_interval: Annotated[int, at_least(1).or_value(0, "only at the end")] = 0
     """Number of steps between two exports of the model as a Hugging Face directory,
@@ -279,14 +292,15 @@ class LoRA:
             *("gate_proj", "up_proj", "down_proj"),
         ]
     )
-    """Linear layers that get adapters, named by the last part of their name in Hugging Face's
-    model, as in PEFT's ``target_modules``. The default is all linear layers. In mixture-of-experts
-    models, only attention, and the feed-forward layers of dense blocks, can have adapters."""
+    """Experimental: Linear layers that get adapters, named by the last part of their name in
+    Hugging Face's model, as in PEFT's ``target_modules``. The default is all linear layers. In
+    mixture-of-experts models, only attention, and the feed-forward layers of dense blocks, can
+    have adapters."""
 
     base_dtype: Literal["training", "bfloat16"] = "training"
-    """Data type in which the frozen weights are kept. ``training`` is ``training.dtype``.
-    ``bfloat16`` needs half the memory of float32, and is lossless if the model directory stores the
-    weights in bfloat16. In either case, the forward pass computes in
+    """Experimental: Data type in which the frozen weights are kept. ``training`` is
+    ``training.dtype``. ``bfloat16`` needs half the memory of float32, and is lossless if the
+    model directory stores the weights in bfloat16. In either case, the forward pass computes in
     ``training.mixed_precision_param``, and adapters, their gradients and optimizer states have
     ``training.dtype``."""
 

@@ -24,11 +24,12 @@ class Inference:
     ``launch`` and a registry (``registry`` or ``registry_address``) must be set."""
 
     urls_file: str | None = None
-    """File with the base URL of one server per line, instead of ``urls``. Lines that begin with #
-    are skipped. The file is read again when it changes, and when rank 0 receives SIGHUP: servers
-    that were added to it join the run, and servers that were removed from it leave the run. A file
-    that contains no server, or a line that is not a URL, changes nothing. Send SIGHUP to the
-    process whose id is logged at the start; one to the launcher ends the run."""
+    """Experimental: File with the base URL of one server per line, instead of ``urls``. Lines
+    that begin with # are skipped. The file is read again when it changes, and when rank 0
+    receives SIGHUP: servers that were added to it join the run, and servers that were removed
+    from it leave the run. A file that contains no server, or a line that is not a URL, changes
+    nothing. Send SIGHUP to the process whose id is logged at the start; one to the launcher
+    ends the run."""
 
     registry: str | None = None
     """Folder in which servers register themselves (``serve --register FOLDER``), instead of
@@ -60,9 +61,10 @@ class Inference:
     and ``grpo.ref_model_offload`` leave more memory to the servers."""
 
     sleep_timeout_seconds: Annotated[float, above(0)] = 30.0
-    """Maximum time until a lent server sleeps when the ranks need their devices, and after which one that
-    was lost while it generated is given up as soon as another attempt to reach it fails. The server is
-    killed, training goes on, and the server is started again while devices are lent."""
+    """Experimental: Maximum time until a lent server sleeps when the ranks need their devices,
+    and after which one that was lost while it generated is given up as soon as another attempt
+    to reach it fails. The server is killed, training goes on, and the server is started again
+    while devices are lent."""
 
     python: str | None = None
     """Python interpreter that runs launched servers. With None, it is the interpreter of the
@@ -70,7 +72,7 @@ class Inference:
     scripts/install_vllm.sh and scripts/install_sglang.sh."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device of launched servers. ``auto`` uses CUDA if there is a GPU."""
+    """Experimental: Device of launched servers. ``auto`` uses CUDA if there is a GPU."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Data type of the weights in launched servers. ``auto`` is bfloat16 on CUDA. On a CPU, it is that in
@@ -126,14 +128,16 @@ class Inference:
 
     max_restarts: Annotated[int, at_least(0)] = 3
     """Maximum number of times in a row that each launched server is restarted after it ended
-    unexpectedly. A server that has been up for ten minutes after a restart counts from 0 again."""
+    unexpectedly. A server that has been up for ten minutes after a restart counts from 0 again.
+    Measured by ``benchmarks/exactly_once.py``."""
 
     restart_seconds: Annotated[float, above(0)] = 5.0
-    """Delay before a launched server is restarted. It doubles with each restart in a row of that
-    server, up to ``max_restart_seconds``."""
+    """Delay before a launched server is restarted. It doubles with each restart in a row of
+    that server, up to ``max_restart_seconds``. Measured by ``benchmarks/exactly_once.py``."""
 
     max_restart_seconds: Annotated[float, above(0)] = 60.0
-    """Maximum delay before a launched server is restarted, at least ``restart_seconds``."""
+    """Maximum delay before a launched server is restarted, at least ``restart_seconds``.
+    Measured by ``benchmarks/exactly_once.py``."""
 
     control_timeout_seconds: Annotated[float, above(0)] = 30.0
     """Maximum duration of one control request to a server, such as pausing it or reading its

@@ -23,9 +23,9 @@ class Observe:
     At most ``samples_per_step``."""
 
     equal_rewards_steps: Annotated[int, at_least(1).or_value(0, "off")] = 5
-    """Number of steps in a row without two different rewards in any group after which a warning
-    reports that nothing is learned, with the likely causes. The number of steps doubles for each
-    further warning."""
+    """Experimental: Number of steps in a row without two different rewards in any group after
+    which a warning reports that nothing is learned, with the likely causes. The number of steps
+    doubles for each further warning."""
 
     monitor: bool = True
     """Serve ``/healthz`` and ``/metrics`` (Prometheus) on rank 0 and in the rollout process. Their
@@ -81,25 +81,27 @@ class Guards:
     gradient is compared with a running median of its own."""
 
     grad_norm_factor: Annotated[float, above(1).or_value(0, "off")] = 20.0
-    """``grad_norm`` acts if the gradient norm is above this many times the median of the last
-    ``grad_norm_window`` norms. It does not act on a norm that is at most ``training.max_norm``."""
+    """Experimental: ``grad_norm`` acts if the gradient norm is above this many times the median
+    of the last ``grad_norm_window`` norms. It does not act on a norm that is at most
+    ``training.max_norm``."""
 
     grad_norm_window: Annotated[int, at_least(2)] = 20
-    """Number of optimizer steps over which the median is computed. Until this start of the run has
-    taken that many, ``grad_norm_factor`` has no effect and no step counts as a spike."""
+    """Experimental: Number of optimizer steps over which the median is computed. Until this
+    start of the run has taken that many, ``grad_norm_factor`` has no effect and no step counts
+    as a spike."""
 
     entropy: Action = "warn"
-    """What happens if the policy's mean entropy is below ``entropy_floor``, which means that the
-    policy has stopped exploring."""
+    """Experimental: What happens if the policy's mean entropy is below ``entropy_floor``, which
+    means that the policy has stopped exploring."""
 
     entropy_floor: Annotated[float, at_least(0)] = 1e-3
-    """Mean entropy, in nats per trained token, below which ``entropy`` acts."""
+    """Experimental: Mean entropy, in nats per trained token, below which ``entropy`` acts."""
 
     equal_rewards: Action = "warn"
-    """What happens if no group had two different rewards for ``observe.equal_rewards_steps``
-    batches in a row, so that nothing is learned from rewards. The optimizer then only follows its
-    momentum. A replay without ``reward.functions`` is not judged, because its rollouts may have
-    been rated by a teacher only."""
+    """Experimental: What happens if no group had two different rewards for
+    ``observe.equal_rewards_steps`` batches in a row, so that nothing is learned from rewards.
+    The optimizer then only follows its momentum. A replay without ``reward.functions`` is not
+    judged, because its rollouts may have been rated by a teacher only."""
 
     mismatch_kl: Action = "warn"
     """What happens if ``mismatch/kl``, the divergence between the trainer's policy and the policy

@@ -68,42 +68,45 @@ class Rollout:
     ``max_new_tokens``. With None, each completion is a single turn."""
 
     environment_options: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments with which ``environment`` is called for each completion."""
+    """Experimental: Keyword arguments with which ``environment`` is called for each completion."""
 
     max_turns: Annotated[int, at_least(1)] = 16
     """Maximum number of model turns in one episode. Used with ``environment``, and with ``[agent]``,
     whose turns are the answers to its requests."""
 
     environment_timeout_seconds: Annotated[float, above(0)] = 30.0
-    """Maximum duration of one call of ``environment``. After this time, the completion counts as
-    failed. Importing the environment may take ten times as long."""
+    """Experimental: Maximum duration of one call of ``environment``. After this time, the
+    completion counts as failed. Importing the environment may take ten times as long."""
 
     environment_workers: Annotated[int, at_least(1)] = 1
-    """Number of processes that run environments. Each process runs many environments at the same
-    time."""
+    """Experimental: Number of processes that run environments. Each process runs many
+    environments at the same time."""
 
     buffer_size_limit: Annotated[int, at_least(1).or_value(0, "twice a batch")] = 0
-    """Number of finished rollouts waiting for the trainer at which no further groups are started.
-    It must be at least the size of a batch, ``grpo.prompts_per_step * grpo.group_size``."""
+    """Experimental: Number of finished rollouts waiting for the trainer at which no further
+    groups are started. It must be at least the size of a batch, ``grpo.prompts_per_step *
+    grpo.group_size``."""
 
     stream: bool = False
-    """Pass a batch to the trainer in parts, each as soon as its groups are finished, so that the
-    forward and backward passes of the first part begin while the last groups are still being
-    generated. The optimizer step equals that of the whole batch up to rounding. Needs one optimizer
-    step per batch, and advantages that are computed within groups."""
+    """Pass a batch to the trainer in parts, each as soon as its groups are finished, so that
+    the forward and backward passes of the first part begin while the last groups are still
+    being generated. The optimizer step equals that of the whole batch up to rounding. Needs one
+    optimizer step per batch, and advantages that are computed within groups. Measured by
+    ``benchmarks/layout_parity.py``."""
 
     stream_parts: Annotated[int, at_least(2)] = 4
-    """Number of parts of a batch with ``stream``, at most ``grpo.prompts_per_step``. Each part is
-    packed into its own rows, so many small parts need more padding."""
+    """Number of parts of a batch with ``stream``, at most ``grpo.prompts_per_step``. Each part
+    is packed into its own rows, so many small parts need more padding. Measured by
+    ``benchmarks/layout_parity.py``."""
 
     deterministic: bool = False
-    """Make a run bitwise reproducible, no matter how often it is killed and resumed. Each
-    completion has its own random numbers, derived from ``debug.seed``, its prompt and its number in
-    the group. The servers compute one completion at a time, because the last bits of the logits
-    depend on the batch size. This is slow, and meant for tests and for debugging. Needs
-    ``max_head_offpolicyness = 0``, and servers of kind ``embedded`` that the run starts itself
-    (``inference.launch``). Rollouts in flight are not saved with checkpoints but generated
-    again."""
+    """Experimental: Make a run bitwise reproducible, no matter how often it is killed and
+    resumed. Each completion has its own random numbers, derived from ``debug.seed``, its prompt
+    and its number in the group. The servers compute one completion at a time, because the last
+    bits of the logits depend on the batch size. This is slow, and meant for tests and for
+    debugging. Needs ``max_head_offpolicyness = 0``, and servers of kind ``embedded`` that the
+    run starts itself (``inference.launch``). Rollouts in flight are not saved with checkpoints
+    but generated again."""
 
     overdue: Literal["wait", "drop", "cut", "resume"] = "wait"
     """What happens to overdue groups. A group is overdue if it would be too old for any later
@@ -117,8 +120,8 @@ class Rollout:
     completions that are dropped, cut and resumed."""
 
     min_completion_tokens: Annotated[int, at_least(0)] = 0
-    """Completions with fewer tokens than this are removed from their group. 0 keeps all
-    completions."""
+    """Experimental: Completions with fewer tokens than this are removed from their group. 0
+    keeps all completions."""
 
     drop_truncated: bool = False
     """Remove completions that were truncated at ``max_new_tokens`` from their group. A group with
@@ -134,55 +137,59 @@ class Rollout:
     ``grpo.prompts_per_step``. Further groups are trained on even if their rewards are equal."""
 
     should_accept: str | None = None
-    """A custom function that selects completions after scoring, named as in ``reward.functions``.
-    It is called as ``should_accept(prompts, completions, rewards, **columns)`` and returns one bool
-    for each completion, which states whether to keep it. It may be ``async def``. With None, all
-    completions are kept."""
+    """Experimental: A custom function that selects completions after scoring, named as in
+    ``reward.functions``. It is called as ``should_accept(prompts, completions, rewards,
+    **columns)`` and returns one bool for each completion, which states whether to keep it. It
+    may be ``async def``. With None, all completions are kept."""
 
     max_process_restarts: Annotated[int, at_least(0)] = 3
-    """Maximum number of times that the rollout process is restarted after it was killed. With 0,
-    the run ends instead."""
+    """Maximum number of times that the rollout process is restarted after it was killed. With
+    0, the run ends instead. Measured by ``benchmarks/exactly_once.py``."""
 
     longest_first: bool = False
     """Start the prompts of a batch that are expected to have the longest completions first, and
-    distribute them over the servers. A small model, which is trained during the run, predicts the
-    lengths. This does not change which prompts are trained on in which epoch."""
+    distribute them over the servers. A small model, which is trained during the run, predicts
+    the lengths. This does not change which prompts are trained on in which epoch. Measured by
+    ``benchmarks/dispatch_tail.py``."""
 
     adaptive_concurrency: bool = True
-    """Adapt the number of completions in flight on each server to its load. The number grows by one
-    after each round of completions during which no requests were queued on the server, and is
-    halved if requests are queued or fail. The sum over all servers never exceeds
-    ``max_concurrent_rollouts``."""
+    """Adapt the number of completions in flight on each server to its load. The number grows by
+    one after each round of completions during which no requests were queued on the server, and
+    is halved if requests are queued or fail. The sum over all servers never exceeds
+    ``max_concurrent_rollouts``. Measured by ``benchmarks/agent_load.py``."""
 
     hedge_seconds: Annotated[float, above(0).or_value(0, "never")] = 0.0
-    """If a server has not answered a request for a completion after this time, and would at its
-    usual speed already have generated the longest allowed completion, another server that has room
-    receives the same request, and the first answer is used."""
+    """Experimental: If a server has not answered a request for a completion after this time,
+    and would at its usual speed already have generated the longest allowed completion, another
+    server that has room receives the same request, and the first answer is used."""
 
     batch_timeout_seconds: Annotated[float, above(0)] = 1800.0
     """Maximum time for which the trainer waits for a batch, or for a part of it with ``stream``.
     After this time, the run ends with an error."""
 
     max_consecutive_failures: Annotated[int, at_least(1)] = 32
-    """The run ends with an error after this many requests to servers, or this many episodes of
-    environments, have failed in a row. Requests that fail at the same time count as one failure."""
+    """Experimental: The run ends with an error after this many requests to servers, or this
+    many episodes of environments, have failed in a row. Requests that fail at the same time
+    count as one failure."""
 
     earlier_turns: Literal["as_written", "as_templated"] = "as_written"
-    """How the model sees its earlier turns if an environment replies to chat prompts with chat
-    messages. ``as_written`` keeps all tokens as the model generated them, including its thinking.
-    ``as_templated`` renders the whole conversation with the chat template, as a chat server does;
-    docs/environments.md describes the rows that result. Needs ``environment`` or ``[agent]``."""
+    """Experimental: How the model sees its earlier turns if an environment replies to chat
+    prompts with chat messages. ``as_written`` keeps all tokens as the model generated them,
+    including its thinking. ``as_templated`` renders the whole conversation with the chat
+    template, as a chat server does; docs/environments.md describes the rows that result. Needs
+    ``environment`` or ``[agent]``."""
 
     record: str | None = None
     """File to which every trained batch of rollouts is written, for use with ``replay``. If the
     name ends in ``.gz``, the file is compressed. A new run refuses a file that already contains
-    batches. A resumed run continues its file and cannot start a new one."""
+    batches. A resumed run continues its file and cannot start a new one. Measured by
+    ``benchmarks/exactly_once.py``."""
 
     replay: str | None = None
     """File written with ``record`` whose batches are trained on, in their order, instead of new
-    rollouts. No servers and no rollout process are started, no rewards are computed, and nothing is
-    evaluated. The run ends after ``training.steps``, or at the end of the file. Cannot be combined
-    with ``record``."""
+    rollouts. No servers and no rollout process are started, no rewards are computed, and
+    nothing is evaluated. The run ends after ``training.steps``, or at the end of the file.
+    Cannot be combined with ``record``. Measured by ``benchmarks/layout_parity.py``."""
 
 
 @dataclass
@@ -226,9 +233,9 @@ class Reward:
     Importing the functions may take ten times as long."""
 
     max_consecutive_failures: Annotated[int, at_least(1)] = 8
-    """The run ends with an error after this many groups in a row could not be scored. Groups that
-    are scored at the same time count as one, and those with other functions, as in another
-    environment, are counted apart."""
+    """Experimental: The run ends with an error after this many groups in a row could not be
+    scored. Groups that are scored at the same time count as one, and those with other
+    functions, as in another environment, are counted apart."""
 
     judge: Judge = field(default_factory=Judge)
     """The model that the built-in function ``judge`` asks: the table ``[reward.judge]``, below."""
@@ -245,6 +252,6 @@ class Workers:
     Hugging Face's cache, but no key or token of the trainer's environment."""
 
     max_memory_gib: Annotated[float, above(0).or_value(0, "no limit")] = 0.0
-    """Maximum address space of one worker, in GiB (RLIMIT_AS). Beyond it, Python raises MemoryError
-    in the user's code. Reserved address space counts as well, so a worker that imports torch needs
-    several GiB."""
+    """Experimental: Maximum address space of one worker, in GiB (RLIMIT_AS). Beyond it, Python
+    raises MemoryError in the user's code. Reserved address space counts as well, so a worker
+    that imports torch needs several GiB."""

@@ -34,11 +34,11 @@ class Teacher:
     ``--enable-scale-out``."""
 
     model_path: str | None = None
-    """Directory that contains the teacher's ``tokenizer.json``, or the teacher's name on the
-    Hugging Face Hub. With None, it is the directory that the servers report to have loaded, if it
-    exists on this machine. Each token id of the trained model must stand for the same token in the
-    teacher, and the teacher's vocabulary must not be smaller; otherwise, the teacher is refused at
-    the start."""
+    """Experimental: Directory that contains the teacher's ``tokenizer.json``, or the teacher's
+    name on the Hugging Face Hub. With None, it is the directory that the servers report to have
+    loaded, if it exists on this machine. Each token id of the trained model must stand for the
+    same token in the teacher, and the teacher's vocabulary must not be smaller; otherwise, the
+    teacher is refused at the start."""
 
     coef: Annotated[float, at_least(0)] = 1.0
     """Weight of the teacher's term in the advantage, or in the loss with ``top_k``. It also applies
@@ -53,22 +53,25 @@ class Teacher:
     the same number."""
 
     max_divergence: Annotated[float, above(0).or_value(0, "no bound")] = 0.0
-    """Bound to which the divergence of a token is clamped, in nats, in both directions. Tokens that
-    a confident teacher would not generate have divergences such as 10 or 30 nats, which make the
-    gradient noisy. With a bound, it is no longer exactly that of the reverse KL divergence."""
+    """Experimental: Bound to which the divergence of a token is clamped, in nats, in both
+    directions. Tokens that a confident teacher would not generate have divergences such as 10
+    or 30 nats, which make the gradient noisy. With a bound, it is no longer exactly that of the
+    reverse KL divergence."""
 
     max_concurrent_requests: Annotated[int, at_least(1)] = 32
-    """Maximum number of requests that are sent to each server at once. Rollouts of a group share a
-    request of up to 4096 tokens, except with vLLM, where each request has one rollout."""
+    """Experimental: Maximum number of requests that are sent to each server at once. Rollouts
+    of a group share a request of up to 4096 tokens, except with vLLM, where each request has
+    one rollout."""
 
     request_timeout_seconds: Annotated[float, above(0)] = 120.0
-    """Maximum time for one request. After this time, another request for its rollouts is sent to
-    any of the servers."""
+    """Experimental: Maximum time for one request. After this time, another request for its
+    rollouts is sent to any of the servers."""
 
     wait_seconds: Annotated[float, at_least(10)] = 600.0
-    """Time, in seconds, without any response from a teacher after which a group that waits for its
-    rating is dropped. The time begins for each group when its rating is first requested. The group
-    is counted as unrated, and is never trained on without its rating."""
+    """Experimental: Time, in seconds, without any response from a teacher after which a group
+    that waits for its rating is dropped. The time begins for each group when its rating is
+    first requested. The group is counted as unrated, and is never trained on without its
+    rating."""
 
     api_key: str | None = None
     """Key of the teacher's servers. With None, it is read from the environment variable
@@ -105,8 +108,8 @@ class SFT:
     negative log-likelihood of their completion tokens."""
 
     max_example_tokens: Annotated[int, at_least(1).or_value(0, "training.seq_len")] = 0
-    """Maximum length of an example, in tokens, including prompt and completion. Longer examples are
-    left out and counted."""
+    """Experimental: Maximum length of an example, in tokens, including prompt and completion.
+    Longer examples are left out and counted."""
 
     held_out_path: str | None = None
     """Held-out examples, in the form of ``path``. Their loss is computed before the first step and

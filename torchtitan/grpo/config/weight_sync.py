@@ -26,9 +26,10 @@ class WeightSync:
     data type of the trainer's forward pass."""
 
     bucket_bytes: Annotated[int, at_least(1)] = 256 * 1024 * 1024
-    """Approximate size of the buckets in which tensors are sent. A single tensor is never split.
-    Servers reserve memory for one or two buckets. Over NCCL, each source rank also reserves one
-    bucket for each server on its GPU."""
+    """Approximate size of the buckets in which tensors are sent. A single tensor is never
+    split. Servers reserve memory for one or two buckets. Over NCCL, each source rank also
+    reserves one bucket for each server on its GPU. Measured by
+    ``benchmarks/push_exactness.py``."""
 
     max_sources: Annotated[int, at_least(1).or_value(0, "all ranks")] = 8
     """Maximum number of ranks that send to each server at the same time, each approximately the
@@ -50,14 +51,16 @@ class WeightSync:
 
     retry_seconds: Annotated[float, above(0)] = 1.0
     """Delay before the trainer reconnects to a lost server. It doubles with each failure in a
-    row."""
+    row. Measured by ``benchmarks/torn_free.py``."""
 
     max_retry_seconds: Annotated[float, above(0)] = 10.0
-    """Maximum of the delay that starts at ``retry_seconds``."""
+    """Maximum of the delay that starts at ``retry_seconds``. Measured by
+    ``benchmarks/torn_free.py``."""
 
     disk_path: str | None = None
-    """Directory for ``transport = "disk"``, with the same path on all hosts. The run creates it if
-    necessary and keeps only the newest versions in it. It must not be shared with another run."""
+    """Experimental: Directory for ``transport = "disk"``, with the same path on all hosts. The
+    run creates it if necessary and keeps only the newest versions in it. It must not be shared
+    with another run."""
 
     max_versions: Annotated[int, at_least(2).or_value(0, "the number of servers plus two")] = 0
     """Maximum number of versions of the whole model that may exist at once on the source ranks: the
@@ -67,7 +70,7 @@ class WeightSync:
 
     checksum: bool = False
     """Compare a checksum of each tensor on the server with the trainer's. Only supported by
-    embedded and vLLM servers."""
+    embedded and vLLM servers. Measured by ``benchmarks/torn_free.py``."""
 
     attest_every: Annotated[int, at_least(1).or_value(0, "never")] = 200
     """Every version that is a multiple of this number is attested: the server computes
@@ -77,6 +80,6 @@ class WeightSync:
     reports is compared."""
 
     delta: bool = False
-    """Send only the elements that have changed since the version that a server has confirmed. The
-    result is exact. This is worthwhile if the network is slower than memory. Only supported by
-    embedded and vLLM servers."""
+    """Send only the elements that have changed since the version that a server has confirmed.
+    The result is exact. This is worthwhile if the network is slower than memory. Only supported
+    by embedded and vLLM servers. Measured by ``benchmarks/weight_delta.py``."""

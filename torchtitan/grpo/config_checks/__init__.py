@@ -1,10 +1,14 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Refuses configurations that cannot work, before any process group exists."""
+"""Refuses configurations that cannot work, before any process group exists.
+
+Nothing here needs a device.
+"""
 
 from collections.abc import Callable
 
+from torchtitan.grpo.config.command_line.reading import read_config
 from torchtitan.grpo.config.environments import environments_of
 from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.config_checks import (
@@ -27,7 +31,14 @@ from torchtitan.grpo.config_checks.rules import ConfigError
 from torchtitan.grpo.config_checks.servers import unused_server_settings
 from torchtitan.grpo.config_checks.trainer import check_model
 
-__all__ = ["ConfigError", "check_model", "longest_sequence", "validate", "warnings_of"]
+__all__ = [
+    "ConfigError",
+    "check_model",
+    "load_config",
+    "longest_sequence",
+    "validate",
+    "warnings_of",
+]
 
 _CHECKS = (
     ranges.check_required, prompts.check_prompts, ranges.check_ranges,
@@ -45,6 +56,13 @@ _CHECKS = (
 
 _OF_RUN = (unread.check_unread, prompts.check_evaluation, judge.check_judge)
 """Checks that look at all environments together. The others look at each as at a run of its own."""
+
+
+def load_config(args: list[str]) -> JobConfig:
+    """Reads and checks the configuration of a run; the message of a ConfigError is one line."""
+    config = read_config(args)
+    validate(config)
+    return config
 
 
 def validate(config: JobConfig) -> None:

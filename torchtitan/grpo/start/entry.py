@@ -23,8 +23,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from torchtitan.grpo.config.command_line.help_page import help_words, page
 from torchtitan.grpo.config.job_config import JobConfig
-from torchtitan.grpo.config_checks import check_model
-from torchtitan.grpo.config_checks.load import load_config
+from torchtitan.grpo.config_checks import check_model, load_config
 from torchtitan.grpo.data.feed import RankZeroFailed
 from torchtitan.grpo.inference.kinds import take_nccl_setting_of
 from torchtitan.grpo.models.hf_config import (

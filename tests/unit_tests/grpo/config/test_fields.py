@@ -13,8 +13,7 @@ from torchtitan.grpo.config import frame
 from torchtitan.grpo.config.bounds import Bounds, above, at_least, bounds_of
 from torchtitan.grpo.config.field_docs import field_docs, first_sentence
 from torchtitan.grpo.config.job_config import JobConfig
-from torchtitan.grpo.config_checks import ConfigError
-from torchtitan.grpo.config_checks.load import load_config
+from torchtitan.grpo.config_checks import ConfigError, load_config
 from torchtitan.grpo.config_checks.ranges import check_ranges
 from torchtitan.grpo.run_folder.start_record import describe_settings
 

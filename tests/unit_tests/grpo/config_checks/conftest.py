@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from torchtitan.grpo.config.job_config import JobConfig
-from torchtitan.grpo.config_checks.load import load_config
+from torchtitan.grpo.config_checks import load_config
 
 LIVE = (
     "--model.hf_assets_path=model",

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from torchtitan.grpo.config_checks import ConfigError, check_model
-from torchtitan.grpo.config_checks.load import load_config
+from torchtitan.grpo.config_checks import ConfigError, check_model, load_config
 from torchtitan.grpo.models.blocks.rows import (
     GatedFeedForward,
     GroupedAttention,

@@ -20,8 +20,7 @@ from torchtitan.grpo.config.environments import (
 )
 from torchtitan.grpo.config.evaluation import evaluation_sets, longest_answer
 from torchtitan.grpo.config.job_config import JobConfig
-from torchtitan.grpo.config_checks import ConfigError, check_model, warnings_of
-from torchtitan.grpo.config_checks.load import load_config
+from torchtitan.grpo.config_checks import ConfigError, check_model, load_config, warnings_of
 from torchtitan.grpo.models.hf_config import read_hf_model
 from torchtitan.grpo.start.dry_run import describe_plan
 

@@ -177,7 +177,7 @@ def test_it_is_added_with_its_coefficient_and_the_aggregation_s_weights(lab):
     assert totals.values(1)["teacher/top_k_kl"] == pytest.approx(float(kl.detach().mean()))
     assert "teacher/top_k_kl" not in metric_reductions(config, Teacher())
     compiled = torch.compile(objective, fullgraph=True, backend="eager")
-    torch.testing.assert_close(compiled(inputs, config, None, TEACHER)[0], loss)
+    torch.testing.assert_close(compiled(inputs, config, TEACHER)[0], loss)
 
 
 def test_tokens_of_a_teacher_that_are_missing_or_do_not_fit_are_refused(lab):

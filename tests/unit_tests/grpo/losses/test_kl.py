@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from torchtitan.grpo.losses.kl import importance, kl_estimate, sample_kl_sums
+from torchtitan.grpo.losses.kl import kl_estimate, sample_kl_sums
 
 P = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
 Q = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64)
@@ -34,20 +34,6 @@ def test_estimates_are_those_worked_out_by_hand():
     }  # fmt: skip
     for estimator, values in expected.items():
         assert kl_estimate(policy, other, estimator).tolist() == pytest.approx(values, rel=1e-5)
-
-
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "k1_straight", "k3_straight"])
-def test_times_the_importance_the_gradient_is_that_of_the_divergence(estimator):
-    """For tokens that another policy drew."""
-    drawn_from = torch.tensor([0.1, 0.2, 0.7], dtype=torch.float64)
-    found = gradient(
-        lambda logprobs: (
-            drawn_from
-            * importance(logprobs - drawn_from.log(), estimator)
-            * kl_estimate(logprobs, Q.log(), estimator)
-        )
-    )
-    torch.testing.assert_close(found, OF_DIVERGENCE)
 
 
 def test_in_expectation_k1_and_k3_are_the_divergence_and_as_a_loss_k2_has_its_gradient():

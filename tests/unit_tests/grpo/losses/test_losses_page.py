@@ -7,7 +7,7 @@ from typing import Literal, get_args, get_origin
 import pytest
 
 from torchtitan.grpo.config import GRPO
-from torchtitan.grpo.config_checks.load import load_config
+from torchtitan.grpo.config_checks import load_config
 from torchtitan.grpo.losses.objective import metric_reductions
 from torchtitan.grpo.losses.policy_terms import BUILTIN
 

@@ -153,7 +153,7 @@ def test_anything_may_stand_where_nothing_is_trained(lab, name, junk):
 
 # Inductor takes seconds a variant; the graph is captured whole with either backend. The short suite
 # compiles one variant of each kind of branch: the loss, the correction, what masks tokens.
-COMPILED_FIRST = ("everything", "gspo_dual_clip", "mask", "sampling_gmpo")
+COMPILED_FIRST = ("everything", "gspo_dual_clip", "mask_veto", "sampling_gmpo", "kl_k3_straight")
 COMPILED = [
     pytest.param("everything", "inductor", marks=pytest.mark.long),
     *(

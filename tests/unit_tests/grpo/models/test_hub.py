@@ -11,7 +11,7 @@ import pytest
 from hub_cache import REVISION, fill_cache
 
 from torchtitan.grpo.config.command_line import ConfigError
-from torchtitan.grpo.config_checks.load import load_config
+from torchtitan.grpo.config_checks import load_config
 from torchtitan.grpo.models.hf_config import read_hf_model
 from torchtitan.grpo.models.hub import HubModel, is_hub_name, locate_model
 from torchtitan.grpo.start.dry_run import dry_run

@@ -14,8 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from torchtitan.grpo.config.command_line import ConfigError
-from torchtitan.grpo.config_checks import check_model
-from torchtitan.grpo.config_checks.load import load_config
+from torchtitan.grpo.config_checks import check_model, load_config
 from torchtitan.grpo.inference.embedded.__main__ import build_server, parse_arguments
 from torchtitan.grpo.inference.embedded.model import load_model
 from torchtitan.grpo.models.hf_config import ModelError, check_reference, read_hf_model

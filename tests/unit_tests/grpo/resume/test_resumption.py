@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 from torchtitan.grpo.config.job_config import JobConfig
-from torchtitan.grpo.config_checks.load import load_config
+from torchtitan.grpo.config_checks import load_config
 from torchtitan.grpo.models.hf_config import read_hf_model
 from torchtitan.grpo.resume.checkpoint import describe_stop, resume_command
 from torchtitan.grpo.resume.kept_record import STATE_KEY, RecordState, RunRecord

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from torchtitan.grpo.config.job_config import JobConfig
-from torchtitan.grpo.config_checks.load import load_config
+from torchtitan.grpo.config_checks import load_config
 from torchtitan.grpo.rollout.results import EvaluationResult, SetResult
 from torchtitan.grpo.training import evaluations as module
 from torchtitan.grpo.training.evaluations import Evaluations

@@ -18,7 +18,7 @@ from torchtitan.grpo.config.command_line.keys import (
 )
 from torchtitan.grpo.config.command_line.reading import read_config
 from torchtitan.grpo.config.job_config import JobConfig
-from torchtitan.grpo.config_checks.load import load_config
+from torchtitan.grpo.config_checks import load_config
 from torchtitan.grpo.losses.policy_terms import BUILTIN
 
 KEYS = settings(JobConfig)
