@@ -124,7 +124,7 @@ class Optimizer:
     recipe 0.1."""
 
     muon_lr: Annotated[float, above(0).or_value(0, "optimizer.lr")] = 0.0
-    """Learning rate of Muon after the warmup, before ``muon_adjust_lr`` is applied.
+    """Experimental: Learning rate of Muon after the warmup, before ``muon_adjust_lr`` is applied.
     ``optimizer.lr`` remains the learning rate of AdamW, which ``name = "Muon"`` uses for all
     parameters that are not matrices. All ``muon_...`` settings require ``name = "Muon"``."""
 
@@ -137,10 +137,11 @@ class Optimizer:
     """Data type in which Muon gathers and orthogonalizes updates. With ``bfloat16``, as in torch,
     steps under two layouts differ by about the precision of bfloat16, because orthogonalization
     magnifies rounding errors of the gradients. With ``float32``, they agree as closely as those of
-    AdamW, at twice the communication and a longer compute time."""
+    AdamW, at twice the communication and a longer compute time. Measured by
+    ``benchmarks/layout_parity.py``."""
 
     offload_while_lent: bool = False
-    """Move the optimizer's states to pinned host memory while the devices are lent
+    """Experimental: Move the optimizer's states to pinned host memory while the devices are lent
     (``inference.lend``, ``[cluster]``), so that the servers can use their memory. They are copied back while the
     forward and backward passes of the next batch run. The host needs as much memory as the states
     of its ranks. Needs GPUs."""
@@ -267,7 +268,7 @@ class Parallelism:
     ``job(context)`` on every training rank and is a generator: what it does up to the next
     ``yield`` is a unit, which should take 1 to 20 ms. Units of the first function that fit are run
     first. They do not change what is learned; docs/how-to/fill-the-gaps.md describes what a job may
-    do. Used with ``pipeline_parallel_degree`` above 1."""
+    do. Used with ``pipeline_parallel_degree`` above 1. Measured by ``benchmarks/pipeline_fill.py``."""
 
 
 @dataclass

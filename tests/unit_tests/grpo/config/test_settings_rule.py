@@ -7,20 +7,27 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from torchtitan.grpo.config import SECRETS
-from torchtitan.grpo.config.command_line.keys import row_type, settings
+from torchtitan.grpo.config import SECRETS, frame
+from torchtitan.grpo.config.command_line.keys import row_type
 from torchtitan.grpo.config.field_docs import field_docs
 from torchtitan.grpo.config.job_config import JobConfig
 
 # To add a setting, take one away, or make one useful enough for a shipped file.
 MOST_SETTINGS, MOST_EXPERIMENTAL = 240, 57
 MARK = "Experimental: "
+FRAME = tuple(vars(frame).values())
+OWN_IN_FRAME = (
+    *("job.overwrite", "checkpoint.save_failure", "optimizer.muon_lr", "optimizer.muon_adjust_lr"),
+    *("optimizer.muon_dtype", "optimizer.offload_while_lent"),
+    *("parallelism.fsdp_between_microbatches", "parallelism.pipeline_fill_jobs"),
+)
+"""This project's settings in tables that have the keys of torchtitan 0.2."""
 MEASURED = re.compile(r"Measured by ``(benchmarks/\w+\.py)``\.")
 
 
 def own_settings() -> dict[str, str]:
     """The docstrings of settings by key, without those of torchtitan; rows of a table count once."""
-    upstream, docs = settings(job_config.JobConfig), {}
+    docs: dict[str, str] = {}
 
     def add(table: Any, prefix: str) -> None:
         texts = field_docs(table)
@@ -28,7 +35,7 @@ def own_settings() -> dict[str, str]:
             key, row = prefix + field.name, row_type(field.type)
             if hasattr(field.type, "__dataclass_fields__"):
                 add(field.type, f"{key}.")
-            elif key not in upstream:
+            elif table not in FRAME or key in OWN_IN_FRAME:
                 docs[key] = texts[field.name]
             if row is not None:
                 add(row, f"{key}.*.")
