@@ -87,7 +87,10 @@ def test_the_seed_gives_the_order(open_stream):
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ('{"completion": "a"}\n\nno json\n', r"mix\.jsonl:3: every line of grpo\.ptx_path must be a JSON object"),
+        (
+            '{"completion": "a"}\n\nno json\n',
+            r"mix\.jsonl:3: every line of grpo\.ptx_path must be a JSON object",
+        ),
         ('{"prompt": "a"}\n', r"mix\.jsonl:1: an example must have a string completion"),
         ('{"completion": 3}\n', r"mix\.jsonl:1: an example must .*got \{'completion': 3\}"),
         ('{"completion": ""}\n', r"mix\.jsonl:1: the completion must have a token, got ''"),
