@@ -206,7 +206,7 @@ def _rows() -> Any:
         ]
         groups.append(RolloutGroup(number, "", tuple(rollouts), ""))
     made = plan_step(
-        groups, GRPO(), version=0, num_ranks=1, row_len=ROW, local_batch_size=2,
+        groups, GRPO(), num_ranks=1, row_len=ROW, local_batch_size=2,
         max_new_tokens=NEW_TOKENS, balance=True, cost=token_cost, row_bucket=0, shares_contexts=True,
     )  # fmt: skip
     return made.rows_of_rank[0]

@@ -45,7 +45,7 @@ def groups_of(job: dict[str, Any], prompt_tokens: int) -> list[RolloutGroup]:
 
 def plan(job: dict[str, Any], groups: list[RolloutGroup], shares_contexts: bool) -> StepPlan:
     return plan_step(
-        groups, GRPO(), version=0, num_ranks=job["ranks"], row_len=job["row_len"], local_batch_size=1,
+        groups, GRPO(), num_ranks=job["ranks"], row_len=job["row_len"], local_batch_size=1,
         max_new_tokens=2 * job["completion"], balance=True, row_bucket=1,
         cost=flops_cost(json.loads((Path(job["model"]) / "config.json").read_text())),
         shares_contexts=shares_contexts,

@@ -55,7 +55,7 @@ def random_groups(seed: int) -> list[RolloutGroup]:
 
 def plan(groups):
     return plan_step(
-        groups, GRPO(num_minibatches=2, group_size=4), version=0, num_ranks=NUM_BATCH_RANKS,
+        groups, GRPO(num_minibatches=2, group_size=4), num_ranks=NUM_BATCH_RANKS,
         row_len=ROW_LEN, local_batch_size=2, max_new_tokens=20, balance=True, cost=token_cost,
         row_bucket=1, shares_contexts=True,
     )  # fmt: skip

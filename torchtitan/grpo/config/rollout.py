@@ -181,9 +181,9 @@ class Rollout:
 
     record: str | None = None
     """File to which every trained batch of rollouts is written, for use with ``replay``. If the
-    name ends in ``.gz``, the file is compressed. A new run refuses a file that already contains
-    batches. A resumed run continues its file and cannot start a new one. Measured by
-    ``benchmarks/exactly_once.py``."""
+    name ends in ``.gz``, the file is compressed. ``torchtitan-grpo show`` prints it. A new run
+    refuses a file that already contains batches. A resumed run continues its file and cannot start a
+    new one. Measured by ``benchmarks/exactly_once.py``."""
 
     replay: str | None = None
     """File written with ``record`` whose batches are trained on, in their order, instead of new

@@ -15,14 +15,16 @@ from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.data.cost import flops_cost
 from torchtitan.grpo.data.ptx import PtxStream
 from torchtitan.grpo.data.rows import Sample
-from torchtitan.grpo.data.step_plan import StepPlan, plan_step, staleness_metrics
+from torchtitan.grpo.data.step_plan import StepPlan, plan_step
 from torchtitan.grpo.losses.advantages import compute_advantages
 from torchtitan.grpo.models.attention_choice import choose_packed_attention
 from torchtitan.grpo.models.hf_config import HFModel
 from torchtitan.grpo.observe.sample_log import SampleLog
 from torchtitan.grpo.rollout.tokenizer import TextCodec
-from torchtitan.grpo.types import BatchPart, RolloutGroup
+from torchtitan.grpo.types import BatchPart, Rollout, RolloutGroup
 from torchtitan.grpo.upstream.tools import utils
+
+_PADDING = "data/padding_fraction"
 
 
 @dataclass(frozen=True)
@@ -81,23 +83,24 @@ class StepPlanner:
         if part.begins_batch:
             self._parts = []
         ptx = self._ptx.take(step, self._config.grpo.ptx_per_step) if self._ptx is not None else []
-        plan = self._plan(groups, version, num_ranks, ptx)
+        plan = self._plan(groups, num_ranks, ptx)
         self._parts.append((groups, plan))
         metrics = batch_metrics(self._parts, version) if part.ends_batch else {}
         return PlannedPart(plan, metrics, part)
 
     def plan_supervised(self, examples: Sequence[Sample], *, num_ranks: int) -> PlannedPart:
         """Plans a batch that holds only supervised examples, one or more for each minibatch."""
-        plan = self._plan((), 0, num_ranks, examples)
+        plan = self._plan((), num_ranks, examples)
         # There are no rollouts, so all tokens with a loss are supervised ones.
         plan = replace(plan, num_trained_tokens=sum(plan.minibatch_tokens))
-        kept = ("data/max_over_mean_cost", "data/rows_per_rank", "data/padding_fraction")
-        return PlannedPart(plan, {name: plan.metrics[name] for name in kept})
+        kept = {
+            name: plan.metrics[name] for name in ("data/max_over_mean_cost", "data/rows_per_rank")
+        }
+        return PlannedPart(plan, kept | {_PADDING: token_metrics([plan])[_PADDING]})
 
     def _plan(
         self,
         groups: Sequence[RolloutGroup],
-        version: int,
         num_ranks: int,
         ptx: Sequence[Sample],
     ) -> StepPlan:
@@ -105,7 +108,6 @@ class StepPlanner:
         return plan_step(
             groups,
             config.grpo,
-            version=version,
             num_ranks=num_ranks,
             row_len=config.training.seq_len,
             local_batch_size=config.training.local_batch_size,
@@ -125,8 +127,6 @@ def batch_metrics(
     """Combines the metrics of a batch's plans; the ages of samples count from ``version``."""
     plans = [plan for _, plan in parts]
     rollouts = [r for groups, _ in parts for g in groups for r in g.rollouts]
-    num_tokens = sum(plan.num_tokens for plan in plans)
-    num_computed = sum(plan.num_computed for plan in plans)
 
     def mean(name: str, weights: Sequence[int]) -> float:
         values = [plan.metrics[name] for plan in plans]
@@ -134,16 +134,42 @@ def batch_metrics(
 
     num_groups = sum(len(groups) for groups, _ in parts)
     num_equal = sum(plan.metrics["reward/equal_groups"] for plan in plans)
-    return staleness_metrics([r for r in rollouts if r.reward is not None], version) | {
-        "reward/equal_groups": num_equal,
-        "reward/equal_groups_fraction": num_equal / num_groups,
-        "data/filtered_groups_fraction": mean(
-            "data/filtered_groups_fraction", [len(groups) for groups, _ in parts]
-        ),
-        "data/max_over_mean_cost": mean("data/max_over_mean_cost", [p.num_tokens for p in plans]),
-        "data/rows_per_rank": sum(plan.metrics["data/rows_per_rank"] for plan in plans),
-        "data/padding_fraction": 1 - num_computed / sum(plan.capacity for plan in plans),
+    metrics = staleness_metrics([r for r in rollouts if r.reward is not None], version)
+    return (
+        metrics
+        | token_metrics(plans)
+        | {
+            "reward/equal_groups": num_equal,
+            "reward/equal_groups_fraction": num_equal / num_groups,
+            "data/filtered_groups_fraction": mean(
+                "data/filtered_groups_fraction", [len(groups) for groups, _ in parts]
+            ),
+            "data/max_over_mean_cost": mean(
+                "data/max_over_mean_cost", [p.num_tokens for p in plans]
+            ),
+            "data/rows_per_rank": sum(plan.metrics["data/rows_per_rank"] for plan in plans),
+        }
+    )
+
+
+def token_metrics(plans: Sequence[StepPlan]) -> dict[str, float]:
+    num_tokens, num_computed, capacity = (
+        sum(getattr(plan, name) for plan in plans)
+        for name in ("num_tokens", "num_computed", "capacity")
+    )
+    return {
+        _PADDING: 1 - num_computed / capacity,
         "time/shared_tokens_fraction": 1 - num_computed / num_tokens if num_tokens else 0.0,
+    }
+
+
+def staleness_metrics(rollouts: Sequence[Rollout], version: int) -> dict[str, float]:
+    ages = [version - rollout.oldest_version for rollout in rollouts]
+    mixed = [len({segment.version for segment in rollout.segments}) > 1 for rollout in rollouts]
+    return {
+        "staleness/mixed_version_fraction": float(np.mean(mixed)) if mixed else 0.0,
+        "staleness/mean_steps": float(np.mean(ages)) if ages else 0.0,
+        "staleness/max_steps": float(max(ages, default=0)),
     }
 
 

@@ -114,7 +114,6 @@ def plan_step(
     groups: Sequence[RolloutGroup],
     config: GRPO,
     *,
-    version: int,
     num_ranks: int,
     row_len: int,
     local_batch_size: int,
@@ -129,9 +128,8 @@ def plan_step(
     """Plans a batch: shaped rewards, minibatches, loss weights, ranks and rows.
 
     Rollouts without a reward are left out. If every group is left out
-    (``grpo.filter_zero_advantage``), the rows are padding and no token is trained. The ages of
-    samples count from ``version``. The plan sets the weights of ``ptx``, supervised sequences to
-    mix in. With ``shares_contexts`` sequences of a group share their contexts. Without
+    (``grpo.filter_zero_advantage``), the rows are padding and no token is trained. The plan sets the
+    weights of ``ptx``, supervised sequences to mix in. With ``shares_contexts`` sequences of a group share their contexts. Without
     ``knows_tokens``, when arrays are zeros, only those do that have the group's prompt, which is
     one array.
     """
@@ -144,8 +142,7 @@ def plan_step(
         kept = informative_samples(table.rewards, table.group_ids)
     rollouts = [r for (_, r), keep in zip(scored, kept, strict=True) if keep]
     sources = [source for source, keep in zip(sources, kept, strict=True) if keep]
-    metrics = staleness_metrics([r for _, r in scored], version)
-    metrics |= _metrics_of_groups(table, kept, len(groups))
+    metrics = _metrics_of_groups(table, kept)
     table = table.take(kept)
     learned = _weighted_minibatches(rollouts, sources, table, config, max_new_tokens)
     if shares_contexts:
@@ -153,7 +150,7 @@ def plan_step(
     minibatches = [a + b for a, b in zip(learned, _ptx_of_minibatches(ptx, config), strict=True)]
     shape = Layout(num_ranks, row_len, local_batch_size, row_bucket, balance, cost)
     layout, layout_metrics = lay_out(minibatches, shape)
-    plan = StepPlan(
+    return StepPlan(
         sequences=[sample for samples in minibatches for sample in samples],
         layout=layout,
         row_len=row_len,
@@ -164,10 +161,6 @@ def plan_step(
         num_tokens=sum(s.num_tokens for samples in minibatches for s in samples),
         metrics=metrics | layout_metrics,
     )
-    plan.metrics["data/padding_fraction"] = 1 - plan.num_computed / plan.capacity
-    shared = 1 - plan.num_computed / plan.num_tokens if plan.num_tokens else 0.0
-    plan.metrics["time/shared_tokens_fraction"] = shared
-    return plan
 
 
 def _in_groups(
@@ -187,12 +180,10 @@ def _in_groups(
     return grouped
 
 
-def _metrics_of_groups(table: SampleTable, kept: np.ndarray, num_groups: int) -> dict[str, float]:
-    num_equal = num_equal_groups(table.rewards, table.group_ids)
+def _metrics_of_groups(table: SampleTable, kept: np.ndarray) -> dict[str, float]:
     num_scored, num_kept = (len(np.unique(ids)) for ids in (table.group_ids, table.group_ids[kept]))
     return {
-        "reward/equal_groups": float(num_equal),
-        "reward/equal_groups_fraction": num_equal / num_groups if num_groups else 0.0,
+        "reward/equal_groups": float(num_equal_groups(table.rewards, table.group_ids)),
         "data/filtered_groups_fraction": 1 - num_kept / num_scored if num_scored else 0.0,
     }
 
@@ -261,13 +252,3 @@ def _minibatches_of(
 def _num_learned(samples: Sequence[Sample]) -> int:
     """Counts the tokens with a loss; supervised ones have none with ``grpo.ptx_coef = 0``."""
     return sum(s.num_trained for s in samples if s.loss_weight > 0 or s.ptx_weight > 0)
-
-
-def staleness_metrics(rollouts: Sequence[Rollout], version: int) -> dict[str, float]:
-    ages = [version - rollout.oldest_version for rollout in rollouts]
-    mixed = [len({segment.version for segment in rollout.segments}) > 1 for rollout in rollouts]
-    return {
-        "staleness/mixed_version_fraction": float(np.mean(mixed)) if mixed else 0.0,
-        "staleness/mean_steps": float(np.mean(ages)) if ages else 0.0,
-        "staleness/max_steps": float(max(ages, default=0)),
-    }

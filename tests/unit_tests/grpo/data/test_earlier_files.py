@@ -30,9 +30,9 @@ def read(path: Path) -> list:
     return [batch for _, batch in RecordReader(str(path), 64, 1.0, "rollout.replay")]
 
 
-def rows_of(groups: list[RolloutGroup], version: int) -> list[TrainRows]:
+def rows_of(groups: list[RolloutGroup]) -> list[TrainRows]:
     plan = plan_step(
-        groups, GRPO(), version=version, num_ranks=2, row_len=20, local_batch_size=1,
+        groups, GRPO(), num_ranks=2, row_len=20, local_batch_size=1,
         max_new_tokens=10, balance=True, cost=token_cost, row_bucket=1,
     )  # fmt: skip
     return plan.rows_of_rank
@@ -49,7 +49,7 @@ def test_a_record_gives_the_rows_of_the_release_that_wrote_it(is_written_again, 
         recorder.close()
     expected = np.load(FILES / "rows.npz")
     for step, batch in enumerate(read(path)):
-        for rank, rows in enumerate(rows_of(batch.groups, step + 1)):
+        for rank, rows in enumerate(rows_of(batch.groups)):
             found = rows.tensors()
             del found["reach"], found["host_reach"]  # which that release did not have
             found["host_sequence_ids"] = found["sequence_ids"]

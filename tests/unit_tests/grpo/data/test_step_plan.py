@@ -9,6 +9,7 @@ from rollouts import group, rollout
 
 from torchtitan.grpo.config import GRPO
 from torchtitan.grpo.data.cost import FlopsCost, token_cost
+from torchtitan.grpo.data.planner import batch_metrics
 from torchtitan.grpo.data.rows import NO_SAMPLE, Sample
 from torchtitan.grpo.data.step_plan import epoch_order, plan_step
 from torchtitan.grpo.losses.advantages import compute_advantages
@@ -31,7 +32,7 @@ def supervised(length):
 
 
 def plan(groups, config=None, **arguments):
-    defaults = {"version": 7, "num_ranks": 1, "row_len": ROW_LEN, "local_batch_size": 1}
+    defaults = {"num_ranks": 1, "row_len": ROW_LEN, "local_batch_size": 1}
     defaults |= {"max_new_tokens": 8, "balance": True, "cost": token_cost, "row_bucket": 1}
     return plan_step(groups, config or GRPO(), **defaults | arguments)
 
@@ -56,10 +57,11 @@ def test_a_plan_counts_tokens_ages_and_leaves_unscored_samples_out():
     made = plan(groups, num_ranks=2, row_len=10)
     assert made.num_trained_tokens == sum(made.minibatch_tokens) == 3 + 3 + 5 + 3
     assert made.num_tokens == 3 + 3 + 7 + 3 + 4 * 2
-    assert made.metrics["staleness/max_steps"] == 1
-    assert made.metrics["staleness/mean_steps"] == 0.25
-    assert made.metrics["data/filtered_groups_fraction"] == 0
-    assert 0 < made.metrics["data/padding_fraction"] < 1
+    metrics = batch_metrics([(groups, made)], version=7)
+    assert metrics["staleness/max_steps"] == 1
+    assert metrics["staleness/mean_steps"] == 0.25
+    assert metrics["data/filtered_groups_fraction"] == 0
+    assert 0 < metrics["data/padding_fraction"] < 1
     assert made.samples.rewards.tolist() == [1, 0, 2, 2]
     assert made.samples.group_ids.tolist() == [4, 4, 9, 9]
     assert made.samples.completion_lengths.tolist() == [3, 3, 5, 3]

@@ -41,7 +41,7 @@ def plan_of(config: JobConfig, num_groups: int = 1) -> Any:
     rollouts = tuple(rollout(float(i), length) for i, length in enumerate(LENGTHS))
     groups = [RolloutGroup(i, "a", rollouts, f"u{i}") for i in range(num_groups)]
     return plan_step(
-        groups, config.grpo, version=0, num_ranks=1, row_len=16, local_batch_size=1,
+        groups, config.grpo, num_ranks=1, row_len=16, local_batch_size=1,
         max_new_tokens=8, balance=True, cost=token_cost, row_bucket=1,
     )  # fmt: skip
 
