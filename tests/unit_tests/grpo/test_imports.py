@@ -6,10 +6,13 @@
 import ast
 import graphlib
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from light import LIGHT
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 PACKAGE = "torchtitan.grpo"
@@ -156,6 +159,18 @@ def test_only_the_seam_imports_torchtitan() -> None:
     # Its own model is counted beside ours.
     importing.discard(REPOSITORY / "benchmarks/step_work_parts/titan_model.py")
     assert importing and all(path.parent == seam for path in importing)
+
+
+def test_a_rank_starts_without_the_compiler_and_upstreams_models() -> None:
+    program = f"{LIGHT}import sys\nimport torchtitan.grpo_train\nprint(*sys.modules)"
+    ran = subprocess.run(
+        [sys.executable, "-c", program], check=True, stdout=subprocess.PIPE, text=True, timeout=300
+    )
+    left_out = {
+        "torch._inductor.compile_fx", "torchao", "torchtitan.components.quantization", "datasets",
+        "torchtitan.models.qwen3", "torchtitan.models.llama3",
+    }  # fmt: skip
+    assert not left_out & set(ran.stdout.split())
 
 
 def imports_torchtitan(tree: ast.AST) -> bool:
