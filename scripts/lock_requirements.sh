@@ -20,7 +20,6 @@
 source "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
 cd "$REPOSITORY"
 
-UV_VERSION=0.13.9
 UPGRADE=()
 case "${1-}" in
     "") ;;

@@ -26,15 +26,16 @@ def import_core() -> None:
     imports upstream's validator afterwards gets the real one. Without this call, or after an import
     of torchtitan itself, all works, but has been imported at full length.
     """
-    real_compile = torch.compile
+    module: Any = torch
+    real_compile = module.compile
     stand_in: Any = types.ModuleType(_VALIDATE)
     stand_in.BaseValidator = object
     is_new = sys.modules.setdefault(_VALIDATE, stand_in) is stand_in
-    torch.compile = functools.partial(_compile_later, real_compile)
+    module.compile = functools.partial(_compile_later, real_compile)
     try:
         from torchtitan.protocols import train_spec
     finally:
-        torch.compile = real_compile
+        module.compile = real_compile
         if is_new:
             del sys.modules[_VALIDATE]
 
