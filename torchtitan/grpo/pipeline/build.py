@@ -16,6 +16,7 @@ from torchtitan.grpo.models.decoder import hold_output_embedding, is_tied
 from torchtitan.grpo.models.helix import AttentionPart, HelixPart, helix_part
 from torchtitan.grpo.models.packed_model import PackedDecoder
 from torchtitan.grpo.models.parallelize import parallelize
+from torchtitan.grpo.models.split_compile import SplitBackend
 from torchtitan.grpo.models.weight_grads import WeightGradients, defer_experts, defer_linears
 from torchtitan.grpo.pipeline.choice import assumed_costs, assumed_part_costs, costs_for
 from torchtitan.grpo.pipeline.helix_schedule import HelixSchedule
@@ -77,7 +78,7 @@ def split_model(
     offset = second_offset(len(modules)) if is_second else 0
     store, early_blocks = _store_of(config), num_early_blocks(config)
     # All stages use one backend, so that they share compiled code.
-    backend = _split_backend(store) if store is not None and compiles_model(config) else None
+    backend = SplitBackend(store) if store is not None and compiles_model(config) else None
     built: list[LeanStage] = []
     for stage, part in zip(stages, parts, strict=True):
         if stage.is_last and is_tied(part):
@@ -95,13 +96,6 @@ def split_model(
         if early_blocks != 0:
             built[-1].early = EarlyRecompute(stage.submod, early_blocks)
     return built, parts
-
-
-def _split_backend(store: WeightGradients) -> Any:
-    # It imports the compiler, a second of a core that ranks without compilation save.
-    from torchtitan.grpo.models.split_compile import SplitBackend
-
-    return SplitBackend(store)
 
 
 def _split_layers(

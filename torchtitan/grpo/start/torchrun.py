@@ -26,7 +26,6 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torchtitan.grpo.start import local_rendezvous
 from torchtitan.grpo.system.cores import share_cores
 from torchtitan.grpo.system.errors import FINAL_STATUSES
-from torchtitan.grpo.system.light_start import LIGHT_PYTHON
 from torchtitan.grpo.system.private_folders import make_private_folder, remove_private_folder
 from torchtitan.grpo.system.rank_status import REPORTED_FILE, STATUS_FILE, read_status
 from torchtitan.grpo.system.stop import stop_signals
@@ -38,7 +37,6 @@ _MARGIN_SECONDS = 10
 _UNUSED_SIGNAL = "SIGQUIT"
 # As `-m` would run it, but from the start on Ctrl-C ends a rank without a traceback.
 _RANK = "import runpy, signal; signal.signal(signal.SIGINT, signal.SIG_DFL); "
-_RANK += f"runpy.run_path({LIGHT_PYTHON[1]!r})['install_bare_package'](); "
 _RANK += "runpy.run_module('torchtitan.grpo_train', run_name='__main__', alter_sys=True)"
 
 
