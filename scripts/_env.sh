@@ -133,8 +133,7 @@ close_environment() {
 }
 
 # locked FILE PIP_ARGUMENTS...: installs the packages of requirements/FILE with their versions and hashes, and no others.
-# Where uv is on PATH, it does so several times as fast. It does not read pip's configuration: what it does not find,
-# pip may.
+# Where uv is on PATH, it does so, in less time. It does not read pip's configuration: what it does not find, pip may.
 locked() {
     local arguments=(install -q --no-deps --require-hashes -r "$REPOSITORY/requirements/$1" "${@:2}")
     if command -v uv >/dev/null; then

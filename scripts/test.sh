@@ -87,7 +87,7 @@ export CUDA_VISIBLE_DEVICES="" OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 export PIP_NO_COMPILE=1
 unset PYTHONDONTWRITEBYTECODE
 
-# Installs with uv cost a third of the processor's time, which the tests need meanwhile. Without it, pip installs.
+# uv takes 11 s of a core for the trainer's packages, and the tests need the cores meanwhile. Without it, pip installs.
 "$(find_python)" -m pip install -q --target "$LOGS/uv" "uv==$UV_VERSION" || true
 export PATH="$LOGS/uv/bin:$PATH"
 if [[ -n "${PIP_FIND_LINKS-}" ]]; then export UV_FIND_LINKS="$PIP_FIND_LINKS"; fi

@@ -19,10 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.grpo.system.device import lower_timeouts, settle_device
-from torchtitan.grpo.upstream.light_import import import_core
 
 settle_device()
-import_core()
 
 import torch.distributed as dist
 

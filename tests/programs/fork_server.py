@@ -5,8 +5,8 @@
 
     python fork_server.py LISTENING_SOCKET CONTROL_SOCKET        (file descriptors)
 
-Importing torch, torchtitan and transformers takes seconds of one core, and a training run has three
-processes that do so. This process imports them once, starts no thread, no process
+Importing torch, torchtitan and transformers takes six seconds of one core, and a training run
+has three processes that do so. This process imports them once, starts no thread, no process
 group and no device, and forks: a single process, or several ranks below an agent that does
 what torchrun's does. A forked process has a session, an environment, a working directory and
 output files of its own, and runs its module or script as ``__main__``. Its tests see the same
@@ -62,8 +62,6 @@ Job = dict[str, Any]
 
 
 def preload() -> None:
-    light_start = Path(__file__).resolve().parents[2] / "torchtitan/grpo/system/light_start.py"
-    runpy.run_path(str(light_start))["install_bare_package"]()
     from torchtitan.grpo.system.device import settle_device
 
     assert settle_device() == "cpu", "CUDA does not survive a fork"
