@@ -64,7 +64,7 @@ Torchtitan's defaults are meant for pretraining. The following keys exist only h
 All other keys of these tables are the same as in torchtitan.
 """
 
-MAX_WORDS = 20  # of the text of a setting; `--help` has the whole text
+MAX_WORDS = 18  # of the text of a setting; `--help` has the whole text
 
 
 def page() -> str:
@@ -207,7 +207,7 @@ def _values(of_key: dict[str, str]) -> str:
     answers: dict[str, list[str]] = {}
     for value, answer in of_key.items():
         answers.setdefault(answer, []).append(f"`{value}`")
-    return "; ".join(f"{', '.join(names)}: {_here(here)}" for here, names in answers.items())
+    return "; ".join(f"{', '.join(names)}: {_here(here).removesuffix('.')}" for here, names in answers.items())
 
 
 def _here(answer: str) -> str:
