@@ -73,7 +73,7 @@ def test_pages_that_code_scripts_and_configurations_name_exist(repository):
     """Paths such as ``docs/losses.md`` or ``docs/servers.md#weights`` outside of pages."""
     folders = ("torchtitan", "tests", "benchmarks", "scripts", "examples", "train_configs")
     files = [f for name in folders for f in (repository / name).rglob("*") if f.is_file()]
-    files += [f for f in (repository / "requirements").iterdir()]
+    files += list((repository / "requirements").iterdir())
     broken, found = [], 0
     for file in files:
         if file.suffix in (".md", ".pyc", ".safetensors") or file == Path(__file__):
