@@ -170,7 +170,7 @@ called here: names elsewhere, a colon, and the name here. A run that is given on
 
 - **Producers, actors, rollout workers, engines** are the servers of [`[inference]`](servers.md). **Consumers, learners, trainer
   workers** are the training ranks. **Learners of a node** (`num_learners_per_node`) are the ranks that `--nproc` gives it; nodes may
-  have different numbers ([multi-node](how-to/clusters.md)).
+  have different numbers ([clusters](how-to/clusters.md)).
 - **ZeRO** stages are ways to shard ([parallelism](parallelism.md#layouts)). FSDP2 shards weights, gradients and optimizer states, as
   ZeRO-3 does; with `parallelism.fsdp_reshard_after_forward = "never"`, weights stay gathered until the backward pass, as in ZeRO-2.
   **`zpg`**, ZeRO++'s sharding within a node, is HSDP: `parallelism.data_parallel_replicate_degree` is the number of nodes.
