@@ -207,7 +207,9 @@ def _values(of_key: dict[str, str]) -> str:
     answers: dict[str, list[str]] = {}
     for value, answer in of_key.items():
         answers.setdefault(answer, []).append(f"`{value}`")
-    return "; ".join(f"{', '.join(names)}: {_here(here).removesuffix('.')}" for here, names in answers.items())
+    return "; ".join(
+        f"{', '.join(names)}: {_here(here).removesuffix('.')}" for here, names in answers.items()
+    )
 
 
 def _here(answer: str) -> str:
