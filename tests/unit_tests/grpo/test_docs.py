@@ -123,14 +123,16 @@ def test_every_setting_is_in_a_shipped_configuration_or_on_a_page(repository):
     pages = [p for p in _pages(repository) if p.name not in lists]
     text = "\n".join(page.read_text() for page in pages)
     shipped = "\n".join(f.read_text() for f in repository.glob("train_configs/*.toml"))
+    named = set(re.findall(r"\b(?=([a-z_]+\.\w+))", text)) | set(
+        re.findall(r"`(\w+)(?=`| = )", text)
+    )
+    named |= set(re.findall(r"^(\w+) = ", f"{text}\n{shipped}", re.MULTILINE))
     unknown = []
     for table in dataclasses.fields(JobConfig):
         if table.type not in vars(config).values():
             continue  # torchtitan's
         for name in (field.name for field in dataclasses.fields(table.type)):  # pyright: ignore
-            on_page = rf"\b{table.name}\.{name}\b|`{name}`|`{name} = |^{name} = "
-            in_file = re.search(rf"^{name} = ", shipped, re.MULTILINE)
-            if not in_file and not re.search(on_page, text, re.MULTILINE):
+            if named.isdisjoint({name, f"{table.name}.{name}"}):
                 unknown.append(f"{table.name}.{name}")
     assert not unknown, unknown
 
