@@ -13,6 +13,7 @@ import contextlib
 import functools
 import itertools
 import json
+import pickle
 import re
 import signal
 import threading
@@ -328,7 +329,7 @@ class _TemplateProcess:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._worker: WorkerProcess[dict[str, Any]] | None = None
+        self._worker: WorkerProcess[str] | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="templates", daemon=True
@@ -384,10 +385,11 @@ class _TemplateProcess:
 
     async def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
         if self._worker is None or self._worker.is_lost:
-            decode = msgspec.msgpack.Decoder(dict[str, Any]).decode
+            decode = msgspec.msgpack.Decoder(str).decode
             self._worker = WorkerProcess(_MODULE, decode, lambda reason: None, Workers())
             await self._worker.start()
-        return await self._worker.call_or_kill(request, _WAIT_SECONDS)
+        # Messages may hold what msgpack does not: large integers, and halves of surrogate pairs.
+        return json.loads(await self._worker.call_or_kill(pickle.dumps(request), _WAIT_SECONDS))
 
     def _wait(self, doing: Coroutine[Any, Any, _Result], seconds: float) -> _Result:
         return asyncio.run_coroutine_threadsafe(doing, self._loop).result(seconds)

@@ -3,11 +3,14 @@
 
 """The process that renders chat templates for its owner, `chat_template.py`.
 
-It receives requests and answers as dicts. It has transformers without torch, which saves seconds.
+It receives requests as pickled dicts, and answers in JSON. It has transformers without torch, which
+saves seconds.
 """
 
 import contextlib
+import json
 import os
+import pickle
 import resource
 import signal
 import sys
@@ -87,10 +90,10 @@ def main() -> None:
     """Answers until the owner closes the pipe."""
     sys.modules["torch"] = None  # pyright: ignore[reportArgumentType]
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
-    channel = WorkerChannel(msgspec.msgpack.Decoder(dict[str, Any]).decode)
+    channel = WorkerChannel(lambda body: pickle.loads(msgspec.msgpack.decode(body)))
     while (received := channel.read()) is not None:
         call, request = received
-        channel.reply(call, answer(request))
+        channel.reply(call, json.dumps(answer(request), allow_nan=False))
 
 
 if __name__ == "__main__":

@@ -171,6 +171,12 @@ def test_a_template_is_ended_at_a_limit_and_the_next_one_is_rendered(make, name,
     assert make(ALL).template.render([USER]) == "<user>2 + 3?<end>"
 
 
+def test_what_only_python_holds_reaches_the_template_and_comes_back(make):
+    codec = make(ALL.replace("m.content", "m.content ~ m.number"))
+    odd = {"role": "user", "content": "half: \ud83d", "number": 2**70}
+    assert codec.template.render([odd]) == f"<user>half: \ud83d{2**70}<end>"
+
+
 def test_a_child_that_somebody_else_ends_is_started_again(make):
     codec = make(ALL)
     assert codec.template.render([USER]) == "<user>2 + 3?<end>"
