@@ -100,9 +100,7 @@ class Dispatcher:
         self.in_flight = self.num_held = 0
         self.in_flight_evaluation = 0
         self.listeners: list[Callable[[], None]] = []
-        self.num_hedged = 0
-        self.num_hedges_won = 0
-        self.num_cut = 0
+        self.num_hedged = self.num_hedges_won = self.num_cut = 0
         self._config, self._group_size = config, group_size
         self.attempts = Attempts(config, vocab_size, self.set_lost, drops or DropLog())
         self._mean_tokens: float | None = None
@@ -303,18 +301,14 @@ class Dispatcher:
 
     @contextmanager
     def hold(self, server: Server | None = None, *, is_evaluation: bool = False) -> Iterator[None]:
-        """Counts a completion as in flight while its environment runs and no server generates it.
-
-        With ``server``, it also keeps a place there: it is about to be generated.
-        """
+        """Counts a completion that no server generates as in flight, with a place on ``server``."""
         self._count_flight(1, is_evaluation)
         self.num_held += not is_evaluation
-        expected = self._mean_tokens or 1.0
-        job = server and server.begin_job(expected, is_evaluation=is_evaluation)
+        job = server and server.begin_job(self._mean_tokens or 1.0, is_evaluation=is_evaluation)
         try:
             yield
         finally:
-            if server is not None and job is not None:
+            if server and job:
                 server.end_job(job)
             self.num_held -= not is_evaluation
             self._count_flight(-1, is_evaluation)
