@@ -26,6 +26,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torchtitan.grpo.start import local_rendezvous
 from torchtitan.grpo.system.cores import share_cores
 from torchtitan.grpo.system.errors import FINAL_STATUSES
+from torchtitan.grpo.system.light_start import LIGHT_PYTHON
 from torchtitan.grpo.system.private_folders import make_private_folder, remove_private_folder
 from torchtitan.grpo.system.rank_status import REPORTED_FILE, STATUS_FILE, read_status
 from torchtitan.grpo.system.stop import stop_signals
