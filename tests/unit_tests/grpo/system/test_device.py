@@ -82,10 +82,10 @@ ON_A_GPU = {
 }
 # They use none, or only through calls of torch that choose the tensor's device themselves.
 ELSEWHERE = {
-    "{}",  # an environment's
-    "embedded-engine", "episode-watch", "episodes", "weight-gather-source", "folder-lock", "log-limit", "lost-rank-end",
+    "{}",  # an environment's, and those of a worker
+    "embedded-engine", "weight-gather-source", "folder-lock", "log-limit", "lost-rank-end",
     "monitor", "orphan-reaper", "parent-watch", "rank-channel", "run-removal", "snapshot-copy",
-    "stop-watch", "verifiers", "weight-checksums", "weight-encode", "weight-leave-{}", "weight-publisher",
+    "stop-watch", "templates", "weight-checksums", "weight-encode", "weight-leave-{}", "weight-publisher",
     "weight-slots", "weight-write",
 }  # fmt: skip
 

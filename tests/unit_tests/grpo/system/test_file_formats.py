@@ -17,7 +17,7 @@ import pytest
 from torchtitan.grpo.commands.verify import read_prompts
 from torchtitan.grpo.config.command_line import ConfigError
 from torchtitan.grpo.config.command_line.reading import read_config
-from torchtitan.grpo.data.ptx import _examples
+from torchtitan.grpo.data.ptx import _rows
 from torchtitan.grpo.inference.urls import read_urls
 from torchtitan.grpo.rollout.tables import open_table
 from torchtitan.grpo.system.errors import DataError
@@ -49,7 +49,7 @@ OTHER_FORMATS: dict[str, tuple[Callable[[bytes], bytes], str]] = {
 READERS: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
     "prompts": (lambda path: table(path), ValueError, "prompts.path"),
     "evaluation": (lambda path: table(path, "evaluation.path"), ValueError, "evaluation.path"),
-    "ptx": (lambda path: list(_examples(str(path))), DataError, "grpo.ptx_path"),
+    "ptx": (lambda path: list(_rows(str(path))), DataError, "grpo.ptx_path"),
     "urls": (lambda path: read_urls(path), ValueError, "inference.urls_file"),
     "config": (lambda path: read_config(["--job.config_file", str(path)]), ConfigError, "config"),
 }
@@ -135,7 +135,7 @@ def test_a_byte_order_mark_is_passed_over(begin, newline, tmp_path: Path):
     path.write_bytes(begin.replace(MARK * 2, MARK) + body + newline + MARK + body)  # joined by cat
     assert table(path) == [*ROWS, *ROWS]
     if not begin.endswith(b"\n"):
-        prompts = [example.prompt for _, example in _examples(str(path))]
+        prompts = [row["prompt"] for _, row in _rows(str(path))]
         assert prompts[:300] == [row["prompt"] for row in ROWS]
         assert read_prompts(path, 3) == ["é0", "é1", "é2"]
 
