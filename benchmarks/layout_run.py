@@ -58,7 +58,8 @@ class WatchedTrainer(GRPOTrainer):
             self.learner = replace(self.learner, optimizers=self.optimizers)
             if (critic := self.learner.critic) is not None:
                 own = OptimizersContainer(critic.parts, torch.optim.SGD, sgd)
-                self.learner = replace(self.learner, critic=replace(critic, optimizers=own))
+                scorer = replace(self.learner.scorer, critic=replace(critic, optimizers=own))
+                self.learner = replace(self.learner, scorer=scorer)
         step, self.optimizers.step = self.optimizers.step, self._watched_step
         self._optimizer_step = step
 
