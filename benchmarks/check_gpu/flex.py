@@ -44,7 +44,7 @@ class AttentionCase:
     def __init__(self, kind: PackedAttentionKind, settings: Settings, rows: int, seq: int) -> None:
         self.kind: PackedAttentionKind = kind
         self.device = device_of(settings)
-        self.attention, self.shape = PackedAttention(kind), (rows, seq)
+        self.attention, self.shape = PackedAttention(), (rows, seq)
         heads, kv_heads, dim = (16, 8, 128) if settings.on_gpu else (4, 2, 16)
         dtype = torch.bfloat16 if settings.on_gpu else torch.float32
         torch.manual_seed(0)

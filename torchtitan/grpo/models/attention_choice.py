@@ -175,7 +175,7 @@ def _with_gradients(
     # The order of the projections' dimensions, whose strides the kernels get.
     q, k, v = (t.transpose(1, 2).contiguous().requires_grad_() for t in inputs)
     heads = (t.transpose(1, 2) for t in (q, k, v))
-    out = PackedAttention(kind)(*heads, mask)
+    out = PackedAttention()(*heads, mask)
     # With different weights, a gradient that reaches another token is found.
     weights = torch.linspace(0.5, 2, out.numel(), device=out.device).view_as(out)
     gradients = torch.autograd.grad((out * weights.to(out.dtype)).sum(), (q, k, v))

@@ -22,7 +22,7 @@ from torchtitan.grpo.models.blocks.layer import Block
 from torchtitan.grpo.models.blocks.rotary import Rotary, read_rotary
 from torchtitan.grpo.models.blocks.rows import Layers
 from torchtitan.grpo.models.families import Family
-from torchtitan.grpo.models.packed_attention import Mask, PackedAttentionKind
+from torchtitan.grpo.models.packed_attention import Mask
 from torchtitan.grpo.system.logs import logger
 
 
@@ -95,14 +95,14 @@ class Decoder(nn.Module):
     output: nn.Linear | None
     rope_cache: torch.Tensor
 
-    def __init__(self, model_args: DecoderArgs, kind: PackedAttentionKind) -> None:
+    def __init__(self, model_args: DecoderArgs) -> None:
         super().__init__()
         self.model_args = model_args
         self.enable_weight_tying = model_args.enable_weight_tying
         dim, eps, vocab = model_args.dim, model_args.norm_eps, model_args.vocab_size
         self.tok_embeddings = nn.Embedding(vocab, dim)
         self.register_buffer("rope_cache", self._rotary_table(), persistent=False)
-        blocks = (Block(row, number, eps, kind) for number, row in enumerate(model_args.layers))
+        blocks = (Block(row, number, eps) for number, row in enumerate(model_args.layers))
         self.layers = nn.ModuleDict({str(number): block for number, block in enumerate(blocks)})
         self.norm = nn.RMSNorm(dim, eps=eps)
         self.output = nn.Linear(dim, vocab, bias=False)

@@ -79,7 +79,7 @@ class AttentionPart(nn.Module):
 
     def __init__(self, part: PackedModel) -> None:
         super().__init__()
-        self.attention = PackedAttention(part.settings.attention)
+        self.attention = PackedAttention()
         self.attention.context_group = part.context_group
         # The part itself makes no mask. It is no submodule: its parameters do not belong here.
         self._masks_of = PackedModel.attention_masks.__get__(part)

@@ -17,7 +17,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed import _functional_collectives as funcol
+from torch.nn.attention import varlen as kernels
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from torchtitan.grpo.models.tree_attention import (
@@ -95,10 +96,6 @@ class PackedAttention(nn.Module):
 
     context_group: dist.ProcessGroup | None = None
 
-    def __init__(self, kind: PackedAttentionKind) -> None:
-        super().__init__()
-        self._attend = _attend_with(kind)
-
     def forward(
         self,
         q: torch.Tensor,
@@ -110,27 +107,22 @@ class PackedAttention(nn.Module):
         """Takes q [rows, heads, seq, head_dim]; k and v have ``kv_heads`` in place of heads."""
         group = self.context_group
         if group is None:
-            return self._attend(q, k, v, mask, scale)
+            return attend(q, k, v, mask, scale)
         k, v = (shareable_kv_heads(t, group.size()) for t in (k, v))
         q, k, v = (scatter_heads(t, group) for t in (q, k, v))
-        return gather_heads(self._attend(q, k, v, mask, scale), group)
+        return gather_heads(attend(q, k, v, mask, scale), group)
 
 
-_Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Mask, float | None], torch.Tensor]
-
-
-def _attend_with(kind: PackedAttentionKind) -> _Attend:
-    if kind == "sdpa":
-        return _attend_densely
-    if kind == "flex":
-        return functools.partial(_attend_in_blocks, _compiled_flex_attention())
-    return functools.partial(_attend_by_length, _varlen_attn())
-
-
-def _attend_densely(
+def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, scale: float | None
 ) -> torch.Tensor:
-    assert isinstance(mask, DenseMask)
+    """Takes the kernel for which the mask was made; all tokens of some heads are at hand."""
+    if isinstance(mask, SpanBorders):
+        return _attend_by_length(q, k, v, mask, scale)
+    if isinstance(mask, BlockMask):
+        grouped = q.shape[1] != k.shape[1]
+        flex = flex_attention if torch.compiler.is_compiling() else _compiled_flex_attention()
+        return flex(q, k, v, block_mask=mask, scale=scale, enable_gqa=grouped)
     if q.is_cuda:
         # CUDA's flash kernel takes no mask, and the memory-efficient one, up to torch 2.13, no
         # groups of query heads. The remaining kernel keeps all scores in memory.
@@ -144,19 +136,6 @@ def one_head_each(tensor: torch.Tensor, heads: int) -> torch.Tensor:
     """Repeats heads of keys or values, [rows, kv_heads, seq, head_dim], for each query head."""
     repeats = heads // tensor.shape[1]
     return tensor.repeat_interleave(repeats, dim=1) if repeats > 1 else tensor
-
-
-def _attend_in_blocks(
-    flex: Callable[..., torch.Tensor],
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: Mask,
-    scale: float | None,
-) -> torch.Tensor:
-    assert isinstance(mask, BlockMask)
-    grouped = q.shape[1] != k.shape[1]
-    return flex(q, k, v, block_mask=mask, scale=scale, enable_gqa=grouped)
 
 
 @functools.cache
@@ -177,34 +156,22 @@ def _compiled_create_block_mask() -> Callable[..., BlockMask]:
 
 
 def _attend_by_length(
-    varlen: Callable[..., torch.Tensor],
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: Mask,
-    scale: float | None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: SpanBorders, scale: float | None
 ) -> torch.Tensor:
-    assert isinstance(mask, SpanBorders)
     rows, _, seq, _ = q.shape
     # Views of the projections' tensors, which have this order.
     q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))
     borders, longest, shared = mask.borders, mask.longest, mask.shared
     if shared is None:
         left = -1 if mask.window is None else mask.window - 1
-        out = varlen(
-            q, k, v, borders, borders, longest, longest, scale=scale, window_size=(left, 0)
-        )
+        out: Any = kernels.varlen_attn(
+            q, k, v, borders, borders, longest, longest,
+            scale=scale, window_size=(left, 0), **GROUPED_HEADS,
+        )  # fmt: skip
     else:
         tensors = [tensor for level in shared.levels for tensor in level]
         out, _ = attend_to_tree(q, k, v, borders, longest, tensors, shared.sizes, scale)
     return out.unflatten(0, (rows, seq)).transpose(1, 2)
-
-
-@functools.cache
-def _varlen_attn() -> Callable[..., torch.Tensor]:
-    from torch.nn.attention.varlen import varlen_attn
-
-    return functools.partial(varlen_attn, **GROUPED_HEADS)  # pyright: ignore[reportReturnType]
 
 
 def flex_pays(seq_len: int) -> bool:
@@ -229,15 +196,17 @@ def packed_mask(
         kind: The kernel that takes the mask.
         host: The same numbers, without which the host waits for the device.
         compiled: Whether to keep sizes fixed, because others would compile blocks anew.
-        may_share: Whether other rows may have shared contexts, for which compiled blocks must be ready.
+        may_share: Whether rows may have shared contexts, for which compiled blocks must be ready.
         window: How many tokens of its sequence a query sees at most, its own included; None for all.
         positions: [rows, seq] int, of each token in its sequence, which a window needs.
     """
     rows, seq = reach.shape
-    if kind == "varlen":
+    window = None if window is None or window >= seq else window
+    if kind == "varlen" and (window is None or not may_share):
         borders = _span_borders(reach, host or HostReach(reach.cpu()), compiled, may_share)
-        assert window is None or borders.shared is None, "levels of contexts have no window"
         return replace(borders, window=window)
+    if kind == "varlen":  # whose calls for shared contexts have no window
+        kind = "flex" if flex_pays(seq) else "sdpa"
     assert window is None or positions is not None, "a window counts positions"
     if kind == "sdpa":
         places = torch.arange(seq, device=reach.device)

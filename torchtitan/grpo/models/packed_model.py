@@ -232,7 +232,7 @@ class PackedModel(Decoder):
     context_group: dist.ProcessGroup | None = None
 
     def __init__(self, model_args: DecoderArgs, settings: ScoringSettings) -> None:
-        super().__init__(model_args, settings.attention)
+        super().__init__(model_args)
         self.settings = settings
         replace_output(self, settings)
 

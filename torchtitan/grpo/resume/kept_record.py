@@ -77,9 +77,8 @@ def record_of(config: JobConfig, model: HFModel, schedule_steps: int) -> RunReco
         settings=config.to_dict(),
         num_ranks=int(os.environ.get("WORLD_SIZE", "1")),
         architecture=model.architecture,
-        model_sizes=dict(
-            _sizes({"n_layers": model.model_args.n_layers, **asdict(model.model_args)})
-        ),
+        model_sizes={"n_layers": str(model.model_args.n_layers)}
+        | dict(_sizes(asdict(model.model_args))),
         weights=weights_digest(model.path),
         prompt_bytes={path: Path(path).stat().st_size for path in paths if Path(path).is_file()},
         schedule_steps=schedule_steps,

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from varlen_kernel import dense_varlen, dense_varlen_backward
 
 from torchtitan.grpo.config.job_config import JobConfig
-from torchtitan.grpo.models import attention_choice, packed_attention, tree_attention
+from torchtitan.grpo.models import attention_choice, tree_attention
 from torchtitan.grpo.models.attention_choice import (
     choose_packed_attention,
     failure_of,
@@ -149,10 +149,8 @@ def kernel(monkeypatch) -> Iterator[Callable[..., None]]:
     def use(function: Callable[..., Any], backward: Callable[..., Any] = dense_varlen_backward):
         monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", function)
         monkeypatch.setattr(tree_attention, "_backward_kernel", lambda: backward)
-        packed_attention._varlen_attn.cache_clear()
 
     yield use
-    packed_attention._varlen_attn.cache_clear()
 
 
 def see_one_more(mask: torch.Tensor) -> torch.Tensor:
@@ -188,7 +186,6 @@ def kept(out, lse, _):
 def test_wrong_numbers_are_a_failure(kernel, wrong, failure):
     kernel(dense_varlen)
     assert failure_of("varlen", CPU, torch.bfloat16, 64) is None
-    packed_attention._varlen_attn.cache_clear()
     kernel(wrong)
     assert failure in str(failure_of("varlen", CPU, torch.bfloat16, 64))
 

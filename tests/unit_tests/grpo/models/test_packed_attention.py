@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import create_mask, flex_attention
 from varlen_kernel import dense_varlen, dense_varlen_backward
 
-from torchtitan.grpo.models import packed_attention, tree_attention
+from torchtitan.grpo.models import tree_attention
 from torchtitan.grpo.models.packed_attention import (
     DenseMask,
     HostReach,
@@ -44,9 +44,7 @@ def varlen(monkeypatch) -> Iterator[None]:
     """Lets :func:`dense_varlen` stand for torch's function, which needs a GPU."""
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", dense_varlen)
     monkeypatch.setattr(tree_attention, "_backward_kernel", lambda: dense_varlen_backward)
-    packed_attention._varlen_attn.cache_clear()
     yield
-    packed_attention._varlen_attn.cache_clear()
 
 
 def visible(reach: torch.Tensor) -> torch.Tensor:
@@ -87,7 +85,7 @@ def heads(rows: int, seq: int, q_heads: int, kv_heads: int, dtype=torch.float64)
 def attend(kind, reach, inputs, scale=None):
     """Returns the output, and the gradients of a sum that weighs each of its numbers."""
     mask = packed_mask(reach, kind, HostReach(reach))
-    out = PackedAttention(kind)(*inputs, mask, scale)
+    out = PackedAttention()(*inputs, mask, scale)
     weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
     return out.detach(), *torch.autograd.grad((out * weights).sum(), inputs)
 
@@ -104,6 +102,44 @@ def test_every_kind_of_mask_lets_a_token_see_its_own_past_and_shared_contexts():
     flex = packed_mask(REACH, "flex")
     found = create_mask(flex.mask_mod, rows, 1, seq, seq, device="cpu")
     assert torch.equal(found[:, 0], expected)
+
+
+# Places in their sequences of the tokens of REACH: what follows a shared context counts on from it.
+POSITIONS = torch.tensor([[0, 1, 2, 3, 2, 3, 3, 4, 0, 1], [0, 1, 2, 0, 1, 1, 2, 3, 0, 1]])
+
+
+@pytest.mark.usefixtures("_eager")
+@pytest.mark.parametrize("kind", ["sdpa", "flex", "varlen"])
+def test_a_window_counts_positions_in_a_sequence_and_not_places_in_a_row(kind):
+    rows, seq = REACH.shape
+    behind = POSITIONS[:, :, None] - POSITIONS[:, None, :]
+    expected = visible(REACH) & (behind < 2)
+    mask = packed_mask(REACH, kind, window=2, positions=POSITIONS)
+    if kind == "flex":
+        found = create_mask(mask.mask_mod, rows, 1, seq, seq, device="cpu")
+    else:
+        assert isinstance(mask, DenseMask), "varlen's calls for shared contexts have no window"
+        found = mask.dense
+    assert torch.equal(found[:, 0], expected)
+    whole = packed_mask(REACH, "sdpa", window=seq, positions=POSITIONS)
+    assert torch.equal(whole.dense[:, 0], visible(REACH)), "no row is longer than the window"
+
+
+@pytest.mark.usefixtures("varlen")
+def test_varlen_has_the_window_of_the_dense_mask_where_nothing_is_shared():
+    reach = some_reach(3, 2, 60, shared=False)
+    positions = torch.stack([
+        torch.cat([torch.arange(n) for n in row.unique_consecutive(return_counts=True)[1]])
+        for row in reach
+    ])  # fmt: skip
+    q, k, v = heads(2, 60, 4, 2, torch.float32)
+    found = [
+        PackedAttention()(
+            q, k, v, packed_mask(reach, kind, may_share=False, window=5, positions=positions)
+        )
+        for kind in ("varlen", "sdpa")
+    ]
+    torch.testing.assert_close(*found)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -150,7 +186,7 @@ def test_varlen_and_the_dense_mask_are_the_same_attention(seed):
 def test_the_flex_kernel_computes_what_the_dense_mask_computes():
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, number, 10, 16) for number in (4, 2, 2))
-    attention = PackedAttention("sdpa")
+    attention = PackedAttention()
     dense = attention(q, k, v, packed_mask(REACH, "sdpa"))
     mask = packed_mask(REACH, "flex")
     flex = flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
@@ -163,7 +199,7 @@ ALONE = torch.tensor([[3, 3, 3, 5, 5, 10, 10, 10, 10, 10], [1, 6, 6, 6, 6, 6, 10
 @pytest.mark.parametrize("reach", [REACH, ALONE], ids=["shared", "alone"])
 def test_torch_s_own_varlen_functions_are_traced_with_their_gradients(reach):
     """Whatever this version of torch calls its arguments; its kernels themselves run on GPUs alone."""
-    attention, host = PackedAttention("varlen"), HostReach(reach)
+    attention, host = PackedAttention(), HostReach(reach)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         mask = packed_mask(mode.from_tensor(reach), "varlen", host)
         inputs = heads(2, 10, 4, 2, torch.bfloat16)
@@ -183,7 +219,7 @@ def test_torch_s_own_varlen_functions_are_traced_with_their_gradients(reach):
 def test_the_varlen_operators_are_part_of_a_compiled_block(reach, operator):
     graphs = []
     backend = aot_autograd(fw_compiler=lambda graph, _: graphs.append(graph) or graph)
-    compiled = torch.compile(PackedAttention("varlen"), backend=backend, fullgraph=True)
+    compiled = torch.compile(PackedAttention(), backend=backend, fullgraph=True)
     mask = packed_mask(reach, "varlen")
     with pytest.raises(NotImplementedError, match=r"_flash_attention_forward.*'CPU'"):
         compiled(*heads(2, 10, 4, 2, torch.bfloat16), mask)
@@ -200,13 +236,13 @@ def test_other_spans_do_not_compile_a_block_again_and_again(monkeypatch):
     torch._dynamo.reset()
     counter = CompileCounter()
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", dense_varlen)
-    compiled = torch.compile(PackedAttention("varlen"), backend=counter, fullgraph=True)
+    compiled = torch.compile(PackedAttention(), backend=counter, fullgraph=True)
     torch.manual_seed(0)
     q, k, v = heads(2, 300, 4, 2)
 
     def check(reach: torch.Tensor) -> None:
         found = compiled(q, k, v, packed_mask(reach, "varlen", compiled=True))
-        expected = PackedAttention("sdpa")(q, k, v, packed_mask(reach, "sdpa"))
+        expected = PackedAttention()(q, k, v, packed_mask(reach, "sdpa"))
         torch.testing.assert_close(found, expected)
 
     def rows_of(tokens: int) -> torch.Tensor:  # of a sequence, and the rest of a row
@@ -246,5 +282,5 @@ def test_on_a_gpu_a_dense_mask_does_not_exclude_the_memory_efficient_kernel(monk
             q = torch.empty(1, 4, 8, 16, device=device)
             k = torch.empty(1, 2, 8, 16, device=device)
             mask = DenseMask(torch.empty(1, 1, 8, 8, dtype=torch.bool, device=device))
-            PackedAttention("sdpa")(q, k, k, mask)
+            PackedAttention()(q, k, k, mask)
     assert calls == [(4, 4, 4, False), (4, 2, 2, True)]

@@ -8,7 +8,7 @@ import torch.nn as nn
 
 from torchtitan.grpo.models.blocks.rotary import rotate
 from torchtitan.grpo.models.blocks.rows import GroupedAttention
-from torchtitan.grpo.models.packed_attention import Mask, PackedAttention, PackedAttentionKind
+from torchtitan.grpo.models.packed_attention import Mask, PackedAttention
 
 
 def truncated_normal_(tensor: torch.Tensor, std: float, bound: float = 2.0) -> None:
@@ -24,7 +24,7 @@ class Attention(nn.Module):
     q_norm: nn.RMSNorm | None
     k_norm: nn.RMSNorm | None
 
-    def __init__(self, row: GroupedAttention, norm_eps: float, kind: PackedAttentionKind) -> None:
+    def __init__(self, row: GroupedAttention, norm_eps: float) -> None:
         super().__init__()
         self.head_dim, self.scale = row.head_dim, row.head_dim**-0.5
         self.wq = nn.Linear(row.dim, row.heads, bias=row.has_bias)
@@ -34,7 +34,7 @@ class Attention(nn.Module):
         norms = row.has_qk_norm
         self.q_norm = nn.RMSNorm(row.head_dim, eps=norm_eps) if norms else None
         self.k_norm = nn.RMSNorm(row.head_dim, eps=norm_eps) if norms else None
-        self.inner_attention = PackedAttention(kind)
+        self.inner_attention = PackedAttention()
 
     def init_weights(self, std: float) -> None:
         # Helix leaves parts of a layer out.

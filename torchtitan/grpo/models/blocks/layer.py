@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torchtitan.grpo.models.blocks.attention import Attention, truncated_normal_
 from torchtitan.grpo.models.blocks.experts import MoE
 from torchtitan.grpo.models.blocks.rows import GatedFeedForward, Layer
-from torchtitan.grpo.models.packed_attention import Mask, PackedAttentionKind
+from torchtitan.grpo.models.packed_attention import Mask
 
 
 class FeedForward(nn.Module):
@@ -42,11 +42,11 @@ class Block(nn.Module):
     attention_norm: Any
     ffn_norm: Any
 
-    def __init__(self, row: Layer, number: int, norm_eps: float, kind: PackedAttentionKind) -> None:
+    def __init__(self, row: Layer, number: int, norm_eps: float) -> None:
         super().__init__()
         self.row, self._std = row, 0.02 / (2 * (number + 1)) ** 0.5
         # A new kind of block is chosen here by the type of its row.
-        self.attention = Attention(row.attention, norm_eps, kind)
+        self.attention = Attention(row.attention, norm_eps)
         self.feed_forward = self.moe = None
         if isinstance(row.feed_forward, GatedFeedForward):
             self.feed_forward = FeedForward(row.feed_forward)
