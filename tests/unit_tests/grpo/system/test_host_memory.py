@@ -67,7 +67,7 @@ def test_each_tensor_is_pinned_and_a_refusal_names_size_error_and_settings(monke
     assert driver.registered == [(tensors[0].data_ptr(), 12), (tensors[2].data_ptr(), 10)]
     with pytest.raises(RuntimeError) as error:
         pin([torch.zeros(2**26)])
-    for part in ("0.25 GiB", "cudaError 2", "--ulimit memlock=-1", "weight_sync.num_slots"):
+    for part in ("0.25 GiB", "cudaError 2", "--ulimit memlock=-1", "weight_sync.max_versions"):
         assert part in str(error.value)
 
 
