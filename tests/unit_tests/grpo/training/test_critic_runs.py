@@ -29,14 +29,13 @@ KL_COEF, GAMMA, LAMBDA, CLIP = 0.2, 0.97, 0.9, 0.05
 @dataclass(frozen=True)
 class Algorithm:
     level: str = "token"
-    alpha: float = 0.0
     whiten: bool = True
     warmup_steps: int = 0
     num_epochs: int = 2
 
 
 TOKEN, TURN = Algorithm(), Algorithm(level="turn")
-ADAPTIVE, WARM = Algorithm(alpha=0.5), Algorithm(warmup_steps=2)
+WARM = Algorithm(warmup_steps=2)
 IN_PARTS = Algorithm(whiten=False, num_epochs=1)
 
 
@@ -181,9 +180,8 @@ def estimate(
     assert episode.reward is not None
     rewards[-1] += episode.reward
     values = [float(all_values[places[0]]) for places in decisions]
-    lam = max(0.0, 1 - 1 / (a.alpha * len(decisions))) if a.alpha else LAMBDA
     by_token = torch.zeros(len(kl))
-    for places, advantage in zip(decisions, backwards(rewards, values, lam), strict=True):
+    for places, advantage in zip(decisions, backwards(rewards, values, LAMBDA), strict=True):
         by_token[places] = advantage
     targets = backwards(rewards, values, 1.0)
     return Estimate(
@@ -272,7 +270,7 @@ CHECKPOINTED = {
 
 
 def test_one_process_takes_the_steps_of_plain_ppo_and_resumes_to_the_bit(world, run_ranks):
-    algorithms = {"turn": TURN, "adaptive": ADAPTIVE, "warm-up": WARM}
+    algorithms = {"turn": TURN, "warm-up": WARM}
     kept: dict[str, Any] = CHECKPOINTED | {"dump": "kept"}
     cases = [
         *(world.case(name, algorithm) for name, algorithm in algorithms.items()),
@@ -322,7 +320,7 @@ def assert_equal(one: Any, other: Any, where: str) -> None:
 LAYOUTS: dict[str, tuple[Algorithm, dict[str, Any]]] = {
     "fsdp": (TOKEN, {"data_parallel_shard_degree": 2}),
     "tensor": (TURN, {"tensor_parallel_degree": 2}),
-    "context": (ADAPTIVE, {"context_parallel_degree": 2}),
+    "context": (TURN, {"context_parallel_degree": 2}),
 }
 
 
