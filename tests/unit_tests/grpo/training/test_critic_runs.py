@@ -180,9 +180,8 @@ def estimate(
     assert episode.reward is not None
     rewards[-1] += episode.reward
     values = [float(all_values[places[0]]) for places in decisions]
-    lam = LAMBDA
     by_token = torch.zeros(len(kl))
-    for places, advantage in zip(decisions, backwards(rewards, values, lam), strict=True):
+    for places, advantage in zip(decisions, backwards(rewards, values, LAMBDA), strict=True):
         by_token[places] = advantage
     targets = backwards(rewards, values, 1.0)
     return Estimate(
@@ -321,7 +320,7 @@ def assert_equal(one: Any, other: Any, where: str) -> None:
 LAYOUTS: dict[str, tuple[Algorithm, dict[str, Any]]] = {
     "fsdp": (TOKEN, {"data_parallel_shard_degree": 2}),
     "tensor": (TURN, {"tensor_parallel_degree": 2}),
-    "context": (TOKEN, {"context_parallel_degree": 2}),
+    "context": (TURN, {"context_parallel_degree": 2}),
 }
 
 
