@@ -165,7 +165,9 @@ def own_step(
     spec = hf_train_spec(hf_model, config)
     model = make_model(spec, hf_model.model_args, dims, config)
     counter.watch(model)
-    trainer: Any = SimpleNamespace(job_config=config, parallel_dims=dims, model_parts=[model])
+    trainer: Any = SimpleNamespace(
+        job_config=config, parallel_dims=dims, model_parts=[model], pp_schedule=None
+    )
     scorer = Scorer(
         config=config.grpo, policy=build_policy_runner(trainer), reference=None,
         feed=LocalFeed(config.training.seq_len), device=DEVICE,

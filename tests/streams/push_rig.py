@@ -34,6 +34,7 @@ from torchtitan.grpo.weight_sync.attestation import Attestation, Probes, Toleran
 from torchtitan.grpo.weight_sync.gather import Agent, Gatherer
 from torchtitan.grpo.weight_sync.lane import Listeners
 from torchtitan.grpo.weight_sync.leader import Leader, LeaderParts
+from torchtitan.grpo.weight_sync.memory_plan import NUM_SLOTS
 from torchtitan.grpo.weight_sync.payloads import PayloadPool
 from torchtitan.grpo.weight_sync.plan import SourceLimits
 from torchtitan.grpo.weight_sync.publisher import WeightPublisher
@@ -223,9 +224,9 @@ class PushRig:
     def _publisher(self, plan: PushPlan) -> WeightPublisher:
         sync = self.sync
         max_held = len(self.servers) + 2
-        memory = SnapshotSlots(plan, sync.num_slots + max_held, pinned=True)
+        memory = SnapshotSlots(plan, NUM_SLOTS + max_held, pinned=True)
         snapshots = Snapshots(self.parameters, memory.shards, CUDA)
-        slots = SlotTable(sync.num_slots, max_held)
+        slots = SlotTable(NUM_SLOTS, max_held)
         (source,) = plan.sources
         gatherer = Gatherer(plan, memory, _ADAPTER, PATIENCE_SECONDS)
         sizes = [bucket.num_bytes for bucket in source.buckets]
