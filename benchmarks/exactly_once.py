@@ -42,6 +42,8 @@ import psutil
 from figures import finish, make_parser
 from ranks import fork_server
 
+from torchtitan.grpo.data.record import BatchRecord, RecordReader
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 MARK = "TORCHTITAN_GRPO_BENCHMARK_MARK"
 VICTIMS = ("rollout process", "server", "trainer")
@@ -221,6 +223,11 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.endswith("}\n")]
 
 
+def read_record(folder: Path) -> list[BatchRecord]:
+    reader = RecordReader(str(folder / "rollouts.jsonl"), None, None, "rollout.record")
+    return [batch for _, batch in reader]
+
+
 def kill_often(run: KilledRun, num_kills: int, rng: random.Random) -> Counter[str]:
     """Starts a run and kills its processes; returns the number of kills of each kind.
 
@@ -248,13 +255,13 @@ def kill_often(run: KilledRun, num_kills: int, rng: random.Random) -> Counter[st
 
 def check_ledger(folder: Path) -> dict[str, float]:
     """Compares the ledger with the record; ``violations`` counts the contradictions."""
-    ledger, record = read_lines(folder / "ledger.jsonl"), read_lines(folder / "rollouts.jsonl")[1:]
+    ledger, record = read_lines(folder / "ledger.jsonl"), read_record(folder)
     trained = [index for line in ledger for index in line["trained"]]
     closed = [int(index) for line in ledger for index in line["closed"]]
     last = ledger[-1]
     seen = Counter([*trained, *closed, *last["open"]])
     issued = set(range(last["position"]))
-    in_record = [[group["group_id"] for group in batch["groups"]] for batch in record]
+    in_record = [[group.group_id for group in batch.groups] for batch in record]
     violations = {
         "twice": sum(count - 1 for count in seen.values()),
         "lost": len(issued - seen.keys()),
@@ -280,13 +287,13 @@ def lengths_of(folder: Path, steps: int) -> np.ndarray:
 
     The shape is [completions].
     """
-    batches = read_lines(folder / "rollouts.jsonl")[1 : steps + 1]
+    batches = read_record(folder)[:steps]
     return np.array(
         [
-            len(rollout["completion_ids"])
+            len(rollout.completion_ids)
             for batch in batches
-            for group in batch["groups"]
-            for rollout in group["rollouts"]
+            for group in batch.groups
+            for rollout in group.rollouts
         ]
     )
 

@@ -26,6 +26,7 @@ from server_kinds import REAL, held_port, python_of
 
 from torchtitan.grpo import config as tables
 from torchtitan.grpo.config import RolloutProcessConfig
+from torchtitan.grpo.data.record import RecordReader
 from torchtitan.grpo.inference.kinds import ServerSpec
 from torchtitan.grpo.inference.local_servers import (
     HeldPorts,
@@ -178,8 +179,10 @@ class Run:
         assert fates == [int(i) for line in lines for i in line["rows"]]
         assert all(row.rpartition(":")[2].isdecimal() for r in lines for row in r["rows"].values())
         assert sorted([*fates, *lines[-1]["open"]]) == list(range(lines[-1]["position"]))
-        if recorded := self.records("rollouts.jsonl")[1:]:
-            groups = [[group["group_id"] for group in batch["groups"]] for batch in recorded]
+        record = self.folder / "rollouts.jsonl"
+        if record.exists():
+            recorded = RecordReader(str(record), None, None, "rollout.record")
+            groups = [[group.group_id for group in batch.groups] for _, batch in recorded]
             assert groups == [line["trained"] for line in lines]
         return Counter(closed.values())
 

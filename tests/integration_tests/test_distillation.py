@@ -3,13 +3,13 @@
 
 """Distillation on policy with real teachers: what they rate, and what becomes of a lost one."""
 
-import json
 import os
 import signal
 
 import pytest
 from server_kinds import LONG, held_port, python_of
 
+from torchtitan.grpo.data.record import RecordReader
 from torchtitan.grpo.inference.kinds import ServerSpec
 from torchtitan.grpo.inference.local_servers import start_server
 
@@ -55,9 +55,10 @@ def test_a_teacher_killed_and_restarted_in_mid_run_loses_nothing(make_run, serve
     assert all("teacher/top_k_kl" in step for step in run.metrics)
     assert not run.fates()
     assert sum(len(line["trained"]) for line in run.records("ledger.jsonl")) == 12 * 4
-    batches = [json.loads(line) for line in record.read_text().splitlines()[1:]]
-    rollouts = [r for b in batches for g in b["groups"] for r in g["rollouts"]]
-    assert all(len(r["teacher_logprobs"]) == len(r["completion_ids"]) for r in rollouts)
+    reader = RecordReader(str(record), None, None, "rollout.record")
+    rollouts = [r for _, batch in reader for group in batch.groups for r in group.rollouts]
+    assert all(r.teacher_logprobs is not None for r in rollouts)
+    assert all(len(r.teacher_logprobs) == len(r.completion_ids) for r in rollouts)
     # The replay learns the same from the ratings in the file, without a teacher.
     replay = make_run(*options, f"--rollout.replay={record}", name="replay").succeed()
     for mine, theirs in zip(replay.metrics, run.metrics, strict=True):

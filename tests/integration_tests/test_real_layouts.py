@@ -9,6 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from torchtitan.grpo.data.record import RecordReader, RolloutRecorder
+
 pytestmark = pytest.mark.long
 REWARD = """
 def reward(prompts, completions, **columns):
@@ -40,7 +42,13 @@ def test_a_colocated_run_of_a_real_model_serves_what_it_trains_and_is_repeated_b
         assert step["mismatch/kl"] < 1e-7
         assert step["grad_norm"] > 0
 
-    beginning.write_bytes(b"".join(record.read_bytes().splitlines(keepends=True)[:2]))
+    reader = RecordReader(str(record), None, None, "rollout.record")
+    _, first = next(iter(reader))
+    assert reader.header is not None and reader.header.temperature is not None
+    header = reader.header
+    recorder = RolloutRecorder(str(beginning), header.vocab_size, header.temperature, 0)
+    recorder.write(first.version, first.progress, first.groups)
+    recorder.close()
     for file, step in ((beginning, 1), (record, 3)):
         replay = make_run(
             *settings, "--inference.no-lend", "--checkpoint.enable", f"--rollout.replay={file}",
