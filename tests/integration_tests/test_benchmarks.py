@@ -17,9 +17,10 @@ from typing import Any
 import pytest
 from server_kinds import REAL
 
+from torchtitan.grpo.data.record import RolloutRecorder
 from torchtitan.grpo.inference.kinds import make_client
 from torchtitan.grpo.inference.local_servers import LaunchedServer
-from torchtitan.grpo.types import GenerateRequest
+from torchtitan.grpo.types import GenerateRequest, PromptProgress, RolloutGroup
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 SOAK_SECONDS = float(os.environ.get("TORCHTITAN_GRPO_SOAK_SECONDS", "3600"))
@@ -144,10 +145,13 @@ def test_a_ledger_that_is_wrong_is_found(tmp_path: Path, load, change, violation
         {"step": 1, "trained": [0, 1], "closed": {}, "position": 3, "open": [2]},
         {"step": 2, "trained": [2, 3], "closed": {}, "position": 5, "open": [4]} | change,
     ]
-    record = [{}] + [{"groups": [{"group_id": i} for i in ids]} for ids in ([0, 1], [2, 3])]
-    for name, lines in (("ledger", ledger), ("rollouts", record)):
-        text = "".join(json.dumps(line) + "\n" for line in lines)
-        (tmp_path / f"{name}.jsonl").write_text(text)
+    text = "".join(json.dumps(line) + "\n" for line in ledger)
+    (tmp_path / "ledger.jsonl").write_text(text)
+    recorder = RolloutRecorder(str(tmp_path / "rollouts.jsonl"), 64, 1.0, 0)
+    for version, ids in enumerate(([0, 1], [2, 3])):
+        groups = [RolloutGroup(i, "", (), "http://host:1") for i in ids]
+        recorder.write(version, PromptProgress(), groups)
+    recorder.close()
     assert load("exactly_once").check_ledger(tmp_path)["violations"] == violations
 
 
