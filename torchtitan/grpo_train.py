@@ -75,7 +75,7 @@ class GRPOTrainer(Trainer):
         self.checkpointer = GRPOCheckpointManager(
             job_config.checkpoint, job_config.job.dump_folder, model_parts=self.model_parts,
             optimizers=self.optimizers, lr_schedulers=self.lr_schedulers,
-            states={"train_state": self}, sd_adapter=self.sd_adapter,
+            states={"train_state": self}, sd_adapter=None,
         )  # fmt: skip
         self.is_rank_zero = dist.get_rank() == 0
         self.runner = build_policy_runner(self)

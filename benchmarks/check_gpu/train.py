@@ -163,7 +163,7 @@ class Trained:
         torch.manual_seed(0)
         self.model = spec.parallelize_fn(model, dims, config).to_empty(device=self.device)
         with torch.no_grad():
-            self.model.init_weights(buffer_device=None)
+            self.model.init_weights()
         self.optimizers = build_optimizers([self.model], config.optimizer)
         self.clipper = GradientClipper([self.model], dims, config.training.max_norm)
         self.runner = whole_model_runner(self.model, config)

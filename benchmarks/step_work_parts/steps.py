@@ -143,7 +143,7 @@ def make_model(spec: Any, args: Any, dims: ParallelDims, config: JobConfig) -> n
     model = spec.parallelize_fn(model, dims, config)
     model.to_empty(device=DEVICE)
     with torch.no_grad():
-        model.init_weights(buffer_device=None)
+        model.init_weights()
     return model.train()
 
 

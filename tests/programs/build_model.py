@@ -11,6 +11,7 @@ from varlen_kernel import use_dense_varlen
 from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.models.decoder import is_tied
 from torchtitan.grpo.models.hf_config import HFModel, read_hf_model
+from torchtitan.grpo.models.hf_names import StateDictAdapter
 from torchtitan.grpo.models.hf_weights import load_hf_weights
 from torchtitan.grpo.models.parallelize import parallelize
 from torchtitan.grpo.pipeline import auto
@@ -21,14 +22,13 @@ from torchtitan.grpo.pipeline.tables.actions import Costs
 from torchtitan.grpo.training.frame import join_ranks
 from torchtitan.grpo.training.model_spec import hf_train_spec
 from torchtitan.grpo.upstream.parallelism import ParallelDims, parallel_dims
-from torchtitan.grpo.upstream.state_dict import BaseStateDictAdapter
 
 
 @dataclass
 class Built:
     config: JobConfig
     hf_model: HFModel
-    adapter: BaseStateDictAdapter
+    adapter: StateDictAdapter
     parts: list[nn.Module]
     dims: ParallelDims
     measured: Costs | None = None
@@ -122,7 +122,7 @@ def build_stages(
     for part in parts:
         part.to_empty(device="cpu")
         with torch.no_grad():
-            part.init_weights(buffer_device=None)
+            part.init_weights()
     adapter = spec.state_dict_adapter(model_args, model)
     load_hf_weights(parts, adapter, model)
     return Built(config, hf_model, adapter, parts, dims, measured), stages

@@ -34,7 +34,7 @@ def plain(arguments, built, rows, rows_at_once):
         model = hf_train_spec(built.hf_model, built.config).model_cls(model_args)
     model.to_empty(device="cpu")
     with torch.no_grad():
-        model.init_weights(buffer_device=None)
+        model.init_weights()
     load_hf_weights([model], built.adapter, arguments["model"])
     losses = Losses(rows)
     runner = WholeModelRunner(model, rows_at_once)

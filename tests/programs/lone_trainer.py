@@ -100,7 +100,7 @@ class LoneTrainer:
             self.model: Any = spec.model_cls(model_args)
         self.model.to_empty(device="cpu")
         with torch.no_grad():
-            self.model.init_weights(buffer_device=None)
+            self.model.init_weights()
         assert spec.state_dict_adapter is not None
         self.adapter = spec.state_dict_adapter(model_args, str(model))
         load_hf_weights([self.model], self.adapter, model)

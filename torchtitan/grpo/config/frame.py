@@ -291,9 +291,6 @@ class Checkpoint:
     initial_load_model_only: bool = True
     """Load only the model from ``initial_load_path``, not the optimizer and the step."""
 
-    last_save_in_hf: bool = False
-    """Save the last checkpoint in the form of Hugging Face."""
-
     export_dtype: Literal["float16", "bfloat16", "float32"] = "float32"
     """Data type of a last checkpoint that is only the model."""
 
@@ -350,10 +347,7 @@ class Compile:
     """``[compile]``: torch.compile."""
 
     enable: bool = False
-    """Compile the ``components``."""
-
-    components: list[Literal["model", "loss"]] = field(default_factory=lambda: ["model", "loss"])
-    """What is compiled."""
+    """Compile the model's layers."""
 
     backend: str = "inductor"
     """Backend of torch.compile."""

@@ -74,10 +74,6 @@ class JobConfig:
     observe: grpo_config.Observe = field(default_factory=grpo_config.Observe)
 
     @property
-    def compiles_model(self) -> bool:
-        return self.compile.enable and "model" in self.compile.components
-
-    @property
     def has_critic(self) -> bool:
         """Whether advantages come from a second trained model, which estimates values."""
         return self.grpo.advantage == "gae"

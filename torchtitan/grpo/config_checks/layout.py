@@ -30,7 +30,7 @@ def layout_problems(config: JobConfig) -> Iterator[str]:
             f"tensor_parallel_degree * parallelism.context_parallel_degree ({parts}), because each "
             "rank holds an equal part of a row."
         )
-    if settings.enable_async_tensor_parallel and not config.compiles_model:
+    if settings.enable_async_tensor_parallel and not config.compile.enable:
         yield "parallelism.enable_async_tensor_parallel needs compile.enable = true."
     yield from _between_microbatches_problems(settings)
     yield from _checkpoint_problems(config)
@@ -110,14 +110,14 @@ def _pipeline_problems(config: JobConfig) -> Iterator[str]:
     if schedule.divides_layers:
         yield from helix_problems(config)
     backend = config.compile.backend
-    if schedule.is_zero_bubble and config.compiles_model and backend != "inductor":
+    if schedule.is_zero_bubble and config.compile.enable and backend != "inductor":
         yield (
             "compile.backend must be 'inductor' with parallelism.pipeline_parallel_schedule = "
             f"{schedule.name!r}, got {backend!r}: the schedule computes weight gradients later "
             "than those of the inputs, and only inductor's graphs can be cut in this way."
         )
     share = config.grpo.pipeline_offload  # pyright: ignore[reportAttributeAccessIssue]
-    if share != 0 and config.compiles_model:
+    if share != 0 and config.compile.enable:
         yield (
             f"grpo.pipeline_offload must be 0 with compile.enable, got {share:g}: tensors that a "
             "compiled block saves are not moved. Use 0, or compile.enable = false."
@@ -149,10 +149,10 @@ def _checkpoint_problems(config: JobConfig) -> Iterator[str]:
             "activation_checkpoint.selective_ac_option must be 'op' or a number of layers, got "
             f"{option!r}."
         )
-    if checkpoint.mode == "memory_budget" and not config.compiles_model:
+    if checkpoint.mode == "memory_budget" and not config.compile.enable:
         yield (
             "activation_checkpoint.mode = 'memory_budget' is a feature of the compiler and needs "
-            "compile.enable = true and 'model' in compile.components."
+            "compile.enable = true."
         )
     if checkpoint.mode == "memory_budget" and not 0 <= checkpoint.memory_budget <= 1:
         yield (
@@ -206,7 +206,7 @@ def _compiled_checkpoint_problems(config: JobConfig, model: "HFModel") -> Iterat
     degree, mode = config.parallelism.tensor_parallel_degree, config.activation_checkpoint.mode
     is_dense = not model.model_args.has_experts
     is_checkpointed = mode in ("full", "selective")
-    if degree > 1 and is_dense and is_checkpointed and config.compiles_model:
+    if degree > 1 and is_dense and is_checkpointed and config.compile.enable:
         yield (
             "activation_checkpoint.mode must be 'none' or 'memory_budget' with compile.enable and "
             f"parallelism.tensor_parallel_degree = {degree}, got {mode!r}: torch fails when it "

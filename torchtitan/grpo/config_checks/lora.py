@@ -34,11 +34,6 @@ def check_lora(config: JobConfig) -> None:
         f"{grpo.ref_model_offload}. Remove them, or train all weights with lora.rank = 0.",
     )
     require(
-        not checkpoint.last_save_in_hf,
-        "checkpoint.last_save_in_hf must be false with lora.rank above 0: checkpoints hold adapters "
-        "alone. The run exports a Hugging Face directory at its end in any case.",
-    )
-    require(
         not (checkpoint.initial_load_path and checkpoint.initial_load_model_only),
         "checkpoint.initial_load_path must be a whole checkpoint of a run with adapters "
         "(checkpoint.initial_load_model_only = false) with lora.rank above 0: the base model is read "

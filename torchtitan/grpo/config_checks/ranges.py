@@ -47,11 +47,6 @@ def check_ranges(config: JobConfig) -> None:
             if isinstance(value, float) and not math.isfinite(value):
                 name = f"{key}.{name}"
                 require(False, f"{name} must be finite, got {value}.{_meaning(config, name)}")
-    require(
-        config.checkpoint.last_save_model_only or not config.checkpoint.last_save_in_hf,
-        "checkpoint.last_save_in_hf needs checkpoint.last_save_model_only = true, got false: a whole "
-        "checkpoint has no such form. The model is exported to <dump_folder>/hf in any case.",
-    )
     total, steps = config.lr_scheduler.total_steps, config.training.steps
     is_replay = config.rollout.replay is not None  # may end before training.steps
     require(

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from torchtitan.grpo.models.hf_names import StateDictAdapter
 from torchtitan.grpo.models.shards import Assembly, Held, Piece, local_block, plan_assembly
 from torchtitan.grpo.system.groups import new_group
-from torchtitan.grpo.upstream.state_dict import BaseStateDictAdapter
 
 
 def agree_on_assembly(
-    parameters: Mapping[str, torch.Tensor], adapter: BaseStateDictAdapter
+    parameters: Mapping[str, torch.Tensor], adapter: StateDictAdapter
 ) -> list[Assembly]:
     """Agrees on one plan; collective, on the training thread. RuntimeError names missing modules."""
     mine = {name: Held(tuple(p.shape), local_block(p)) for name, p in parameters.items()}

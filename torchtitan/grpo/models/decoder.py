@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from torchtitan.grpo.config import LoRA
 from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.models.blocks.attention import truncated_normal_
 from torchtitan.grpo.models.blocks.layer import Block
@@ -28,10 +27,7 @@ from torchtitan.grpo.system.logs import logger
 
 @dataclass
 class DecoderArgs:
-    """Upstream's trainer calls both methods before it builds the model.
-
-    ``max_seq_len`` is the model's own, and then that of the training rows.
-    """
+    """``max_seq_len`` is the model's own, and after :meth:`update_from_config` that of the training rows."""
 
     dim: int = 0
     vocab_size: int = 0
@@ -55,7 +51,7 @@ class DecoderArgs:
     def has_experts(self) -> bool:
         return any(layer.feed_forward.has_experts for layer in self.layers.kinds)
 
-    def update_from_config(self, job_config: JobConfig, **_: Any) -> None:
+    def update_from_config(self, job_config: JobConfig) -> None:
         seq_len = job_config.training.seq_len
         if seq_len > self.max_seq_len:
             logger.warning(
@@ -63,14 +59,8 @@ class DecoderArgs:
                 f"{self.max_seq_len}."
             )
         self.max_seq_len = seq_len
-        lora: LoRA = job_config.lora  # pyright: ignore[reportAttributeAccessIssue]
+        lora = job_config.lora
         self.lora_scale = lora.alpha / lora.rank if lora.rank else 0.0
-
-    def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
-        """Parameters, and FLOPs of training on a token of a row that is one sequence."""
-        products = self.dim * self.vocab_size + sum(layer.products for layer in self.layers)
-        pairs = sum(layer.attention.pair_products for layer in self.layers) * seq_len // 2
-        return sum(p.numel() for p in model.parameters()), 6 * (products + pairs)
 
 
 def decoder_args(family: Family, config: dict[str, Any]) -> DecoderArgs:
@@ -112,8 +102,8 @@ class Decoder(nn.Module):
     def _rotary_table(self) -> torch.Tensor:
         return self.model_args.rotary.table(self.model_args.max_seq_len)
 
-    def init_weights(self, buffer_device: torch.device | None = None) -> None:
-        with torch.device(buffer_device or self.rope_cache.device):
+    def init_weights(self) -> None:
+        with torch.device(self.rope_cache.device):
             self.rope_cache = self._rotary_table()
         if self.tok_embeddings is not None:
             nn.init.normal_(self.tok_embeddings.weight)

@@ -16,7 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
-from torchtitan.grpo.config import LoRA
 from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.models.decoder import blocks_of, is_tied
 from torchtitan.grpo.models.packed_model import PackedModel, ValueHead
@@ -34,8 +33,8 @@ def apply_data_parallel(model: PackedModel, dims: ParallelDims, config: JobConfi
     if dims.fsdp_enabled:
         _shard(model, dims, config, policy)
     elif dims.dp_replicate_enabled or _is_mixed(config):
-        # Even on one rank, FSDP2 casts for mixed precision. Upstream's autocast would leave the
-        # output layer in float32.
+        # Even on one rank, FSDP2 casts for mixed precision. Autocast would leave the output
+        # layer in float32.
         _replicate(model, replicas_mesh(dims), policy)
     if utils.device_type == "cpu":
         prepare_fsdp_for_gloo(model)
@@ -123,7 +122,7 @@ def _reshard_policy(config: JobConfig) -> str:
 
 
 def _is_mixed(config: JobConfig) -> bool:
-    lora: LoRA = config.lora  # pyright: ignore[reportAttributeAccessIssue]
+    lora = config.lora
     kept = {config.training.dtype}
     if lora.rank and lora.base_dtype != "training":
         kept.add(lora.base_dtype)
@@ -131,7 +130,7 @@ def _is_mixed(config: JobConfig) -> bool:
 
 
 def _replicate(model: PackedModel, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
-    """Upstream's DDP averages gradients, and supports neither pipeline nor tensor parallelism."""
+    """By FSDP2's replicas: DDP averages gradients, and supports neither pipeline nor tensor parallelism."""
     for block in blocks_of(model):
         replicate(block, mesh=mesh, mp_policy=policy)
     if isinstance(model.output, ValueHead):

@@ -8,22 +8,29 @@ views of one tensor.
 """
 
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 from torchtitan.grpo.models.blocks.rows import Layer
 from torchtitan.grpo.models.decoder import DecoderArgs
-from torchtitan.grpo.upstream.state_dict import BaseStateDictAdapter
 from torchtitan.grpo.weight_wire.model_files import EMBEDDING, OUTPUT
 
 _LAYER, _LAYER_ON_DISK = "layers.", "model.layers."
 
 
-class DecoderAdapter(BaseStateDictAdapter):
+class StateDictAdapter(Protocol):
+    """Translates a model's state dict to the names that it has elsewhere, and back."""
+
+    model_args: DecoderArgs
+
+    def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]: ...
+
+    def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]: ...
+
+
+class DecoderAdapter:
     output = OUTPUT
-    fqn_to_index_mapping = None
 
     def __init__(self, model_args: Any, hf_assets_path: str | None) -> None:
         self.model_args: DecoderArgs = model_args
@@ -83,12 +90,6 @@ class DecoderAdapter(BaseStateDictAdapter):
         for number, kind in enumerate(layers.order):
             names += [f"{_LAYER}{number}.{rest}" for rest in self._of_kinds[kind]]
         return [(name, disk) for name in names if (disk := self._on_disk(name)) is not None]
-
-    def get_hf_storage_reader(
-        self, path: str, from_quantized: bool = False
-    ) -> HuggingFaceStorageReader:
-        """Upstream's ``checkpoint.initial_load_in_hf`` asks for it; runs read with `hf_weights.py`."""
-        return HuggingFaceStorageReader(path)
 
 
 def names_of(layer: Layer) -> dict[str, str]:

@@ -19,11 +19,11 @@ from safetensors.torch import save_file
 from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.models.collect import Collector, agree_on_assembly
 from torchtitan.grpo.models.decoder import is_tied
+from torchtitan.grpo.models.hf_names import StateDictAdapter
 from torchtitan.grpo.models.lora import export_peft, lora_scale, whole_folder, with_adapters
 from torchtitan.grpo.models.shards import in_buckets, local_block, local_tensor, named_parameters
 from torchtitan.grpo.system.dtypes import TORCH_DTYPE_MAP
 from torchtitan.grpo.system.files import sums_of, write_sums
-from torchtitan.grpo.upstream.state_dict import BaseStateDictAdapter
 from torchtitan.grpo.weight_wire.adapter_names import is_adapter
 from torchtitan.grpo.weight_wire.model_files import EMBEDDING, INDEX_FILE, WeightFiles
 from torchtitan.grpo.weight_wire.model_folder import (
@@ -41,13 +41,11 @@ _NOT_COPIED = (".index.json", "adapter_config.json", SUMS_FILE)
 _EXPORT_BUCKET_BYTES = 256 * 1024**2
 
 
-def hf_meta(
-    adapter: BaseStateDictAdapter, name: str, shape: Sequence[int]
-) -> dict[str, torch.Tensor]:
+def hf_meta(adapter: StateDictAdapter, name: str, shape: Sequence[int]) -> dict[str, torch.Tensor]:
     return adapter.to_hf({name: torch.empty(tuple(shape), device="meta")})
 
 
-def keeps_bytes(adapter: BaseStateDictAdapter, name: str, shape: Sequence[int]) -> bool:
+def keeps_bytes(adapter: StateDictAdapter, name: str, shape: Sequence[int]) -> bool:
     """Returns whether the adapter only renames a parameter, or splits it like stacked experts."""
     native = torch.empty(tuple(shape), device="meta")
     end = 0
@@ -61,7 +59,7 @@ def keeps_bytes(adapter: BaseStateDictAdapter, name: str, shape: Sequence[int]) 
 
 def load_hf_weights(
     model_parts: list[nn.Module],
-    adapter: BaseStateDictAdapter,
+    adapter: StateDictAdapter,
     path: str | Path,
     *,
     setting: str = "model.hf_assets_path",
@@ -110,7 +108,7 @@ def _refuse_values(name: str, tensor: torch.Tensor, place: str) -> None:
 
 def check_hf_weights(
     model: nn.Module,
-    adapter: BaseStateDictAdapter,
+    adapter: StateDictAdapter,
     path: Path,
     *,
     setting: str,
@@ -132,7 +130,7 @@ def check_hf_weights(
 
 def export_hf(
     model_parts: list[nn.Module],
-    adapter: BaseStateDictAdapter,
+    adapter: StateDictAdapter,
     source: Path,
     target: Path,
     dtype: torch.dtype,
@@ -173,7 +171,7 @@ def write_hf(
 
 
 def full_hf_tensors(
-    model_parts: list[nn.Module], adapter: BaseStateDictAdapter, dtype: torch.dtype
+    model_parts: list[nn.Module], adapter: StateDictAdapter, dtype: torch.dtype
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields names and whole tensors, with adapters added, on rank 0; collective over all ranks.
 
@@ -240,7 +238,7 @@ def _copy_assets(source: Path, target: Path, dtype: torch.dtype) -> None:
 def export_policy(
     config: JobConfig,
     model_parts: list[nn.Module],
-    adapter: BaseStateDictAdapter,
+    adapter: StateDictAdapter,
     source: Path,
     target: Path,
     *,

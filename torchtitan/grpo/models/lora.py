@@ -30,10 +30,10 @@ from torch.distributed.tensor.placement_types import Placement
 from torchtitan.grpo.config import LoRA
 from torchtitan.grpo.models.collect import Collector, agree_on_assembly
 from torchtitan.grpo.models.decoder import blocks_of
+from torchtitan.grpo.models.hf_names import StateDictAdapter
 from torchtitan.grpo.models.shards import local_block, local_tensor, named_parameters
 from torchtitan.grpo.models.weight_grads import DeferredLinear
 from torchtitan.grpo.system.dtypes import TORCH_DTYPE_MAP
-from torchtitan.grpo.upstream.state_dict import BaseStateDictAdapter
 from torchtitan.grpo.weight_wire.adapter_names import (
     FACTORS,
     PEFT_PREFIX,
@@ -166,7 +166,7 @@ def adapters_off(model_parts: Sequence[nn.Module]) -> Iterator[None]:
             module.is_adapted = True
 
 
-def lora_scale(adapter: BaseStateDictAdapter) -> float:
+def lora_scale(adapter: StateDictAdapter) -> float:
     return getattr(getattr(adapter, "model_args", None), "lora_scale", 0.0)
 
 
@@ -226,25 +226,22 @@ def with_adapters(
     yield from held.items()
 
 
-def peft_name(adapter: BaseStateDictAdapter, name: str) -> str:
+def peft_name(adapter: StateDictAdapter, name: str) -> str:
     (target,) = adapter.to_hf({target_of(name): torch.empty(0, device="meta")})
     return PEFT_PREFIX + target.removesuffix(".weight") + factor_of(name)
 
 
-class PeftStateDictAdapter(BaseStateDictAdapter):
+class PeftStateDictAdapter:
     """Gives a push of adapters PEFT's names; a server compares ``base_digest`` with its own base."""
 
-    def __init__(self, adapter: BaseStateDictAdapter, base_model: str) -> None:
+    def __init__(self, adapter: StateDictAdapter, base_model: str) -> None:
         self._adapter, self.base_digest = adapter, base_digest(base_model)
-        self.model_args = getattr(adapter, "model_args")  # noqa: B009
+        self.model_args = adapter.model_args
 
     def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         return {peft_name(self._adapter, name): tensor for name, tensor in state_dict.items()}
 
     def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
-        raise NotImplementedError("adapters are pushed, and not received")
-
-    def get_hf_storage_reader(self, path: str, from_quantized: bool = False) -> Any:
         raise NotImplementedError("adapters are pushed, and not received")
 
 
@@ -266,7 +263,7 @@ def peft_config(lora: LoRA, base_model: str) -> dict[str, object]:
 
 def export_peft(
     model_parts: list[nn.Module],
-    adapter: BaseStateDictAdapter,
+    adapter: StateDictAdapter,
     lora: LoRA,
     base_model: str,
     target: Path,

@@ -17,7 +17,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -25,8 +25,6 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed import _functional_collectives as funcol
-from torch.nn.attention import varlen as kernels
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from torchtitan.grpo.models.tree_attention import (
     GROUPED_HEADS,
@@ -35,6 +33,11 @@ from torchtitan.grpo.models.tree_attention import (
     attend_to_tree,
     levels_of,
 )
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+# `torch.nn.attention.varlen` and `flex_attention` import the compiler, seconds of a core: functions import them.
 
 PackedAttentionKind = Literal["varlen", "flex", "sdpa"]
 
@@ -70,7 +73,7 @@ class SpanBorders:
     window: int | None = None
 
 
-Mask = DenseMask | SpanBorders | BlockMask
+Mask: TypeAlias = "DenseMask | SpanBorders | BlockMask"
 
 
 class HostReach:
@@ -119,10 +122,8 @@ def attend(
     """Takes the kernel for which the mask was made; all tokens of some heads are at hand."""
     if isinstance(mask, SpanBorders):
         return _attend_by_length(q, k, v, mask, scale)
-    if isinstance(mask, BlockMask):
-        grouped = q.shape[1] != k.shape[1]
-        flex = flex_attention if torch.compiler.is_compiling() else _compiled_flex_attention()
-        return flex(q, k, v, block_mask=mask, scale=scale, enable_gqa=grouped)
+    if not isinstance(mask, DenseMask):
+        return _attend_by_block(q, k, v, mask, scale)
     if q.is_cuda:
         # CUDA's flash kernel takes no mask, and the memory-efficient one, up to torch 2.13, no
         # groups of query heads. The remaining kernel keeps all scores in memory.
@@ -130,6 +131,16 @@ def attend(
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask.dense, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
     )
+
+
+def _attend_by_block(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: "BlockMask", scale: float | None
+) -> torch.Tensor:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    grouped = q.shape[1] != k.shape[1]
+    flex = flex_attention if torch.compiler.is_compiling() else _compiled_flex_attention()
+    return flex(q, k, v, block_mask=mask, scale=scale, enable_gqa=grouped)
 
 
 def one_head_each(tensor: torch.Tensor, heads: int) -> torch.Tensor:
@@ -146,18 +157,24 @@ def _compiled_flex_attention() -> Callable[..., torch.Tensor]:
     (https://github.com/pytorch/torchtitan/issues/2463); without it, selective checkpointing
     computes the result twice. Autotuning takes minutes on every rank.
     """
+    from torch.nn.attention.flex_attention import flex_attention
+
     return torch.compile(flex_attention, dynamic=False)  # pyright: ignore[reportReturnType]
 
 
 @functools.cache
-def _compiled_create_block_mask() -> Callable[..., BlockMask]:
+def _compiled_create_block_mask() -> Callable[..., "BlockMask"]:
     """Without compilation, ``create_block_mask`` would make a dense mask first."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
     return torch.compile(create_block_mask)
 
 
 def _attend_by_length(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: SpanBorders, scale: float | None
 ) -> torch.Tensor:
+    from torch.nn.attention import varlen as kernels
+
     rows, _, seq, _ = q.shape
     # Views of the projections' tensors, which have this order.
     q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))

@@ -30,7 +30,6 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from torchtitan.grpo.config import LoRA
 from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.models.blocks.experts import MoE
 from torchtitan.grpo.models.blocks.rows import Layer, Part
@@ -63,12 +62,12 @@ def parallelize(
                 _divide_experts(block, dims)
     if dims.cp_enabled:
         model.split_context(dims.get_mesh("cp").get_group())
-    lora: LoRA = config.lora  # pyright: ignore[reportAttributeAccessIssue]
+    lora = config.lora
     if lora.rank:
         add_adapters(model, lora, TORCH_DTYPE_MAP[config.training.dtype])
     if config.activation_checkpoint.mode != "none":
         apply_checkpointing(model, config)
-    if config.compiles_model:
+    if config.compile.enable:
         _wait_for_embeddings(model)
         _compile(model, compile_backend or config.compile.backend)
     apply_data_parallel(model, dims, config)

@@ -16,25 +16,19 @@ This is an operator of its own, which torch.compile does not look into, because 
 a context differs between microbatches.
 """
 
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.nn.attention import varlen as kernels
 
 MAX_LEVELS = 4
 """Most contexts that a token sees above its own span. Each level takes a call of the kernel in each layer."""
 _CAUSAL, _WHOLE = (-1, 0), (-1, -1)
 _MERGED_TOKENS = 16384
 """Tokens that are merged at a time, in float32: it bounds the memory."""
-GROUPED_HEADS: dict[str, Any] = (
-    {"enable_gqa": True}
-    if "enable_gqa" in inspect.signature(kernels.varlen_attn).parameters
-    else {}
-)
+GROUPED_HEADS: dict[str, Any] = {"enable_gqa": True} if torch.__version__ >= "2.12" else {}
 """Allows groups of query heads, which torch 2.11 allows without the argument."""
 
 
@@ -249,6 +243,9 @@ def _attend(
     scale: float | None,
     window: tuple[int, int],
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    # Not above: it imports the compiler.
+    from torch.nn.attention import varlen as kernels
+
     return kernels.varlen_attn(  # pyright: ignore
         *inputs, *borders, *most,
         return_aux=kernels.AuxRequest(lse=True), scale=scale, window_size=window, **GROUPED_HEADS,

@@ -35,7 +35,7 @@ from torchtitan.grpo.observe.trackers import log_samples, open_trackers, wandb_p
 from torchtitan.grpo.rollout.link import RolloutLink
 from torchtitan.grpo.rollout.results import EvaluationResult
 from torchtitan.grpo.system import strict_json
-from torchtitan.grpo.system.device import device_memory_monitor
+from torchtitan.grpo.system.device import take_peak_gib
 from torchtitan.grpo.system.logs import logger
 
 
@@ -48,8 +48,7 @@ class GRPOMetricsProcessor:
 
     def __init__(self, job_config: JobConfig) -> None:
         _keep_wandb_offline_without_key()
-        self.logger = open_trackers(job_config)
-        self.device_memory_monitor = device_memory_monitor()
+        self.trackers = open_trackers(job_config)
         self._config = job_config
         self._folder = Path(job_config.job.dump_folder)
         self._progress: Progress | None = None
@@ -70,7 +69,7 @@ class GRPOMetricsProcessor:
         self.evaluations = RunLog(self._folder / "evaluations.jsonl", step)
         self.evaluated = RunLog(self._folder / "evaluation_samples.jsonl", step)
         self._open += [self.steps, self.evaluations, self.evaluated]
-        if place := wandb_place(self.logger):
+        if place := wandb_place(self.trackers):
             self._progress.print(place)
 
     def follow(self, link: RolloutLink | None) -> None:
@@ -91,15 +90,13 @@ class GRPOMetricsProcessor:
         """
         if self._progress is None:
             return
-        stats = self.device_memory_monitor.get_peak_stats()
-        metrics = metrics | {"memory/peak_gib": stats.max_reserved_gib}
-        self.device_memory_monitor.reset_peak_stats()
+        metrics = metrics | {"memory/peak_gib": take_peak_gib()}
         self.monitor.latest = {**self.monitor.latest, **metrics}
         digits = {key: float(f"{value:.7g}") for key, value in metrics.items()}
         self.steps.add({"step": step, **digits})
         if step == 1 or step % self._config.metrics.log_freq == 0:
-            self.logger.log(metrics, step)
-            log_samples(self.logger, samples, step)
+            self._track(metrics, step)
+            log_samples(self.trackers, samples, step)
         self._progress.update(step, metrics, note)
         for text in itertools.islice(group_texts(samples), self._config.observe.print_samples):
             self._progress.print(text, always=True)
@@ -121,7 +118,7 @@ class GRPOMetricsProcessor:
             self.evaluated.add(record)
         self.monitor.latest = {**self.monitor.latest, **metrics}
         # Under the current step: wandb refuses records of an earlier one.
-        self.logger.log(metrics, step)
+        self._track(metrics, step)
         for line in evaluation_lines(result):
             self._progress.print(line)
 
@@ -132,7 +129,7 @@ class GRPOMetricsProcessor:
         metrics = {"evaluation/loss": loss}
         self.evaluations.add({"step": step, **metrics})
         self.monitor.latest = {**self.monitor.latest, **metrics}
-        self.logger.log(metrics, step)
+        self._track(metrics, step)
         self._progress.print(f"held-out loss at step {step}: {loss:.4f} nats/token")
 
     def report(self, outcome: RunOutcome) -> None:
@@ -147,7 +144,7 @@ class GRPOMetricsProcessor:
         write_summary(self._folder, summary)
         if not is_supervised:
             draw_reward_curve(self._folder, steps, evaluations, self._config)
-        place = wandb_place(self.logger)
+        place = wandb_place(self.trackers)
         self.close()
         traces = self._config.profiling.save_traces_folder
         files = [
@@ -159,8 +156,13 @@ class GRPOMetricsProcessor:
         if place:
             print(place, flush=True)
 
+    def _track(self, metrics: Mapping[str, float], step: int) -> None:
+        for tracker in self.trackers:
+            tracker.log(dict(metrics), step)
+
     def close(self) -> None:
-        self.logger.close()
+        for tracker in self.trackers:
+            tracker.close()
         self.monitor.close()
         for part in self._open:
             part.close()

@@ -91,6 +91,7 @@ class _MemorySnapshots:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None and issubclass(kind, torch.OutOfMemoryError):
             self._write(f"iteration_{self._step}_exit")
+        torch.cuda.memory._record_memory_history(enabled=None)
 
     def _write(self, name: str) -> None:
         file = self._folder / name / f"rank{dist.get_rank()}_memory_snapshot.pickle"

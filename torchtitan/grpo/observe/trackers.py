@@ -1,7 +1,10 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Additions to upstream's wandb and TensorBoard loggers."""
+"""Upstream's wandb and TensorBoard loggers, and what is added to them.
+
+Functions import them, because they import TensorBoard, which few runs use.
+"""
 
 import os
 import secrets
@@ -9,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -18,13 +21,9 @@ from torchtitan.grpo.observe.sample_log import group_texts
 from torchtitan.grpo.run_folder.contents import WANDB_ID_FILE
 from torchtitan.grpo.system import strict_json
 from torchtitan.grpo.system.logs import logger
-from torchtitan.grpo.upstream.metrics import (
-    BaseLogger,
-    LoggerContainer,
-    TensorBoardLogger,
-    WandbConfig,
-    WandBLogger,
-)
+
+if TYPE_CHECKING:
+    from torchtitan.grpo.upstream.metrics import BaseLogger
 
 SAMPLES = "samples"
 """Name of the table in wandb, and of the text in TensorBoard."""
@@ -35,21 +34,24 @@ COLUMNS = (
 )
 
 
-def open_trackers(config: JobConfig) -> LoggerContainer:
+def open_trackers(config: JobConfig) -> "list[BaseLogger]":
     """Opens those of ``[metrics]`` on rank 0, which has all metrics. wandb may fail to open."""
-    trackers, settings = LoggerContainer(), config.metrics
-    if dist.get_rank() != 0:
-        return trackers
+    settings = config.metrics
+    if dist.get_rank() != 0 or not (settings.enable_wandb or settings.enable_tensorboard):
+        return []
+    from torchtitan.grpo.upstream.metrics import TensorBoardLogger, WandbConfig, WandBLogger
+
+    trackers: list[BaseLogger] = []
     begin = datetime.now().strftime("%Y%m%d-%H%M")
     folder = os.path.join(config.job.dump_folder, settings.save_tb_folder, begin)
     if settings.enable_wandb:
         try:
             with wandb_run(config):
-                trackers.add_logger(WandBLogger(folder, WandbConfig(config.to_dict())))  # pyright: ignore
-        except Exception as error:
+                trackers.append(WandBLogger(folder, WandbConfig(config.to_dict())))  # pyright: ignore
+        except Exception as error:  # also of the libraries below wandb: no run ends for a curve
             logger.error(f"wandb cannot be opened, and the run goes on without it: {error}")
     if settings.enable_tensorboard:
-        trackers.add_logger(TensorBoardLogger(folder))
+        trackers.append(TensorBoardLogger(folder))
     return trackers
 
 
@@ -78,8 +80,12 @@ def wandb_run(config: JobConfig) -> Iterator[None]:
             os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
-def wandb_place(tracker: BaseLogger) -> str | None:
-    for one in _loggers(tracker):
+def wandb_place(trackers: "Sequence[BaseLogger]") -> str | None:
+    if not trackers:
+        return None
+    from torchtitan.grpo.upstream.metrics import WandBLogger
+
+    for one in trackers:
         if isinstance(one, WandBLogger) and (run := one.wandb.run) is not None:
             folder = Path(run.dir).parent
             end = f": upload them with `wandb sync {folder}`" if run.offline else f" ({run.url})"
@@ -87,11 +93,15 @@ def wandb_place(tracker: BaseLogger) -> str | None:
     return None
 
 
-def log_samples(tracker: BaseLogger, samples: Sequence[Mapping[str, Any]], step: int) -> None:
+def log_samples(
+    trackers: "Sequence[BaseLogger]", samples: Sequence[Mapping[str, Any]], step: int
+) -> None:
     """Logs samples as a table in wandb and as text in TensorBoard."""
-    if not samples:
+    if not (samples and trackers):
         return
-    for one in _loggers(tracker):
+    from torchtitan.grpo.upstream.metrics import TensorBoardLogger, WandBLogger
+
+    for one in trackers:
         if isinstance(one, WandBLogger):
             table = one.wandb.Table(columns=list(COLUMNS), data=[_row(s) for s in samples])
             one.wandb.log({SAMPLES: table}, step=step)
@@ -99,13 +109,6 @@ def log_samples(tracker: BaseLogger, samples: Sequence[Mapping[str, Any]], step:
             # Markdown shows indented lines as they are.
             text = "\n\n".join(group_texts(samples))
             one.writer.add_text(SAMPLES, "    " + text.replace("\n", "\n    "), step)
-
-
-def _loggers(tracker: BaseLogger) -> Iterator[BaseLogger]:
-    if isinstance(tracker, LoggerContainer):
-        yield from tracker._loggers  # upstream has no other way to them
-    else:
-        yield tracker
 
 
 def _row(sample: Mapping[str, Any]) -> list[Any]:

@@ -177,7 +177,7 @@ class Trial:
                 for part in parts:
                     part.to_empty(device=self.device)
                     with torch.no_grad():
-                        part.init_weights(buffer_device=None)  # pyright: ignore
+                        part.init_weights()  # pyright: ignore
                 yield stages
         finally:
             settings.pipeline_parallel_schedule = before

@@ -69,7 +69,7 @@ def split_model(
     offset = second_offset(len(modules)) if is_second else 0
     store, early_blocks = _store_of(config), num_early_blocks(config)
     backend = None
-    if store is not None and config.compiles_model:
+    if store is not None and config.compile.enable:
         # Imported here, because it imports the compiler.
         from torchtitan.grpo.models.split_compile import SplitBackend
 

@@ -13,17 +13,17 @@ _SETTING = 'parallelism.pipeline_parallel_schedule = "Helix"'
 
 def helix_problems(config: JobConfig) -> Iterator[str]:
     """Yields settings that contradict the schedule, whatever the model."""
-    grpo, lora = config.grpo, config.lora  # pyright: ignore[reportAttributeAccessIssue]
+    grpo, lora = config.grpo, config.lora
     mode = config.activation_checkpoint.mode
     if mode not in ("none", "full"):
         yield (
             f"activation_checkpoint.mode must be 'full' or 'none' with {_SETTING}, got {mode!r}: the "
             "schedule recomputes all parts of a layer but attention, or nothing. Set it to 'full'."
         )
-    if config.compiles_model:
+    if config.compile.enable:
         yield (
             f"compile.enable must be false with {_SETTING}, got true: the compiler works on whole "
-            "layers, which the schedule divides. Leave 'model' out of compile.components."
+            "layers, which the schedule divides."
         )
     if lora.rank:
         yield (

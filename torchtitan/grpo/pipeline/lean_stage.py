@@ -46,7 +46,7 @@ def num_early_blocks(config: JobConfig) -> int:
     """
     is_checkpointed = config.activation_checkpoint.mode in ("full", "selective")
     frees_parameters = config.parallelism.fsdp_reshard_after_forward == "always"
-    if config.compiles_model or not is_checkpointed or frees_parameters:
+    if config.compile.enable or not is_checkpointed or frees_parameters:
         return 0
     return config.grpo.recompute_early_blocks
 

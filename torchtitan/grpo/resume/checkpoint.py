@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.data.step_source import StepSource
 from torchtitan.grpo.models.hf_config import HFModel
+from torchtitan.grpo.models.hf_names import StateDictAdapter
 from torchtitan.grpo.models.hf_weights import export_policy, load_hf_weights
 from torchtitan.grpo.models.lora import begin_adapters
 from torchtitan.grpo.resume.checkpoint_files import is_whole, remove_incomplete
@@ -38,7 +39,6 @@ from torchtitan.grpo.training.frame import Trainer
 from torchtitan.grpo.training.lr_schedule import renew_settings, settings_of
 from torchtitan.grpo.types import PromptProgress
 from torchtitan.grpo.upstream.checkpoint import MODEL, CheckpointManager, ModelWrapper
-from torchtitan.grpo.upstream.state_dict import BaseStateDictAdapter
 from torchtitan.grpo.weight_wire.adapter_names import is_adapter
 
 _MODULE = "torchtitan.grpo_train"
@@ -99,7 +99,7 @@ class AdapterState(ModelWrapper):
         return {name: tensor for name, tensor in whole.items() if is_adapter(name)}
 
 
-def load_weights(trainer: Trainer, adapter: BaseStateDictAdapter, model: HFModel) -> None:
+def load_weights(trainer: Trainer, adapter: StateDictAdapter, model: HFModel) -> None:
     load_hf_weights(trainer.model_parts, adapter, model.path)
     begin_adapters(trainer.model_parts, trainer.job_config.debug.seed)
 
@@ -141,7 +141,6 @@ def save_whole(checkpointer: CheckpointManager, step: int) -> None:
     """Saves a checkpoint of everything, unless ``step`` has one; upstream's last one is the model."""
     if checkpointer.enable and step % checkpointer.interval:
         checkpointer.last_save_model_only = False
-        checkpointer.last_save_in_hf = False
         checkpointer.save(step, last_step=True)
 
 
@@ -174,9 +173,7 @@ def save_stopped(
         print(describe_stop(config, step, num_rollouts, sys.argv[1:]), flush=True)
 
 
-def export(
-    trainer: Trainer, adapter: BaseStateDictAdapter, model: HFModel, *, is_last: bool
-) -> Path:
+def export(trainer: Trainer, adapter: StateDictAdapter, model: HFModel, *, is_last: bool) -> Path:
     """Exports the model, and returns the folder; collective. A failure is reported, and another export
     follows at its interval; that of the last one is LastSaveFailed.
     """

@@ -10,7 +10,7 @@ import os
 import resource
 import sys
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch._utils
@@ -50,13 +50,19 @@ def settle_device() -> DeviceType:
     return "cpu"
 
 
-def device_memory_monitor() -> Any:
-    """Returns torchtitan's for a GPU, and :class:`HostMemoryMonitor` for a CPU."""
-    if not torch.cuda.is_available():
-        return HostMemoryMonitor()
-    from torchtitan.grpo.upstream.metrics import build_device_memory_monitor
+def take_peak_gib() -> float:
+    """Returns the most memory that was reserved on this rank's GPU since the last call.
 
-    return build_device_memory_monitor()
+    For a CPU, it is the most that the process has held since its start: the kernel keeps one peak.
+    """
+    if torch.cuda.is_available():
+        peak = torch.cuda.max_memory_reserved()
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        # ru_maxrss is in KiB on Linux and in bytes on macOS.
+        unit = 1 if sys.platform == "darwin" else 1024
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return peak / 2**30
 
 
 def choose_interfaces() -> None:
@@ -73,28 +79,6 @@ def choose_interfaces() -> None:
     assert interface is not None, f"{route} is an address of this host"
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # "=": not as a prefix
-
-
-class HostMemoryMonitor:
-    """Stands for torchtitan's device memory monitor: peak resident memory since the start."""
-
-    device_name = "cpu"
-
-    def __init__(self) -> None:
-        self.device_capacity = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        self.device_capacity_gib = self.device_capacity / 1024**3
-
-    def get_peak_stats(self):
-        from torchtitan.grpo.upstream.metrics import DeviceMemStats
-
-        # ru_maxrss is in KiB on Linux and in bytes on macOS.
-        unit = 1 if sys.platform == "darwin" else 1024
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-        gib, pct = peak / 1024**3, 100 * peak / self.device_capacity
-        return DeviceMemStats(gib, pct, gib, pct, 0, 0)
-
-    def reset_peak_stats(self) -> None:
-        """Has no effect: the kernel keeps a single peak for a process."""
 
 
 def disable_fsdp_gradient_division(model: nn.Module) -> None:

@@ -40,7 +40,6 @@ from torchtitan.grpo.losses.loss_metrics import (
 from torchtitan.grpo.models.hf_names import ValueAdapter
 from torchtitan.grpo.models.hf_weights import load_hf_weights
 from torchtitan.grpo.models.packed_model import PackedModel
-from torchtitan.grpo.pipeline.build import build_schedule
 from torchtitan.grpo.training.frame import Trainer
 from torchtitan.grpo.training.gradient_norm import GradientClipper
 from torchtitan.grpo.training.lr_schedule import build_lr_schedulers
@@ -55,7 +54,6 @@ from torchtitan.grpo.training.optimizers import build_optimizers
 from torchtitan.grpo.training.ranks import rank_role
 from torchtitan.grpo.training.reference import PartsState
 from torchtitan.grpo.training.runner import ForwardJob
-from torchtitan.grpo.training.stage_runner import PipelineRunner, StageLoss
 from torchtitan.grpo.training.trainee import Minibatch, Trainee, TraineeLoss, ValueTargets
 
 _RECOMPILE_LIMIT = 32
@@ -200,13 +198,16 @@ def build_critic(trainer: Trainer) -> Critic:
     dims, settings = trainer.parallel_dims, config.critic
     args = critic_args(trainer.model_args)
     scoring = critic_settings(config, args)
-    if config.compiles_model:
+    if config.compile.enable:
         # Both models run the same code, whose compiled variants Dynamo counts together.
         limit = torch._dynamo.config.recompile_limit
         torch._dynamo.config.recompile_limit = max(limit, _RECOMPILE_LIMIT)
     stages, parts = build_beside(trainer, lambda: PackedModel(args, scoring), is_second=True)
     _load(parts, ValueAdapter(args, settings.path or config.model.hf_assets_path), config)
     if dims.pp_enabled:
+        from torchtitan.grpo.pipeline.build import build_schedule
+        from torchtitan.grpo.training.stage_runner import PipelineRunner, StageLoss
+
         loss = StageLoss()
         runner = PipelineRunner(build_schedule(config, stages, loss), loss, config)
     else:

@@ -22,6 +22,7 @@ from torch.distributed.tensor._random import manual_seed
 
 from torchtitan.grpo.config.frame import Comm, Debug
 from torchtitan.grpo.config.job_config import JobConfig
+from torchtitan.grpo.models.hf_names import StateDictAdapter
 from torchtitan.grpo.observe.metrics_processor import GRPOMetricsProcessor
 from torchtitan.grpo.system import strict_json
 from torchtitan.grpo.system.dtypes import TORCH_DTYPE_MAP
@@ -30,7 +31,6 @@ from torchtitan.grpo.training.lr_schedule import Schedules, build_lr_schedulers
 from torchtitan.grpo.training.optimizers import Optimizers, build_optimizers
 from torchtitan.grpo.upstream.checkpoint import CheckpointManager
 from torchtitan.grpo.upstream.parallelism import ParallelDims, parallel_dims
-from torchtitan.grpo.upstream.state_dict import BaseStateDictAdapter
 from torchtitan.grpo.upstream.tools import GarbageCollection, utils
 
 
@@ -49,7 +49,7 @@ class ModelSpec:
 
     model_args: Any
     model_cls: Callable[[Any], nn.Module]
-    state_dict_adapter: Callable[[Any, str | None], BaseStateDictAdapter]
+    state_dict_adapter: Callable[[Any, str | None], StateDictAdapter]
     parallelize_fn: Callable[[nn.Module, ParallelDims, JobConfig], nn.Module]
     pipelining_fn: Callable[..., tuple[Any, Any, list[nn.Module]]]
     schedule_steps: int | None = None

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn as nn
@@ -19,25 +19,23 @@ from torchtitan.grpo.models.attention_choice import choose_packed_attention, try
 from torchtitan.grpo.models.decoder import DecoderArgs
 from torchtitan.grpo.models.embedding_rows import embedding_notes
 from torchtitan.grpo.models.hf_config import HFModel, check_reference
-from torchtitan.grpo.models.hf_names import DecoderAdapter, ValueAdapter
+from torchtitan.grpo.models.hf_names import DecoderAdapter, StateDictAdapter, ValueAdapter
 from torchtitan.grpo.models.hf_weights import check_hf_weights, load_hf_weights
 from torchtitan.grpo.models.lora import add_adapters
 from torchtitan.grpo.models.packed_model import PackedModel, ScoringSettings
 from torchtitan.grpo.models.parallelize import parallelize
 from torchtitan.grpo.models.shards import named_parameters
-from torchtitan.grpo.pipeline.auto import resolve_schedule
-from torchtitan.grpo.pipeline.build import build_schedule, split_model
-from torchtitan.grpo.pipeline.fill_jobs import load_jobs
-from torchtitan.grpo.pipeline.lean_stage import LeanStage
 from torchtitan.grpo.pipeline.stages import ends_one_at_a_time
 from torchtitan.grpo.system.dtypes import TORCH_DTYPE_MAP
 from torchtitan.grpo.training.frame import ModelSpec, Trainer
 from torchtitan.grpo.training.reference import Reference
 from torchtitan.grpo.training.runner import ModelRunner, WholeModelRunner
-from torchtitan.grpo.training.stage_runner import PipelineForwardRunner, PipelineRunner, StageLoss
 from torchtitan.grpo.upstream.parallelism import ParallelDims
-from torchtitan.grpo.upstream.state_dict import BaseStateDictAdapter
 from torchtitan.grpo.upstream.tools import utils
+
+if TYPE_CHECKING:
+    from torchtitan.grpo.pipeline.lean_stage import LeanStage
+    from torchtitan.grpo.training.stage_runner import StageLoss
 
 
 def hf_train_spec(
@@ -59,7 +57,7 @@ def scoring_settings(config: JobConfig, head_dim: int | None = None) -> ScoringS
     grpo = config.grpo
     return ScoringSettings(
         attention=choose_packed_attention(config, utils.device_type, head_dim),
-        compiled=config.compiles_model,
+        compiled=config.compile.enable,
         temperature=config.rollout.temperature,
         chunk_tokens=grpo.logprob_chunk_tokens,
         with_entropy=True,
@@ -83,7 +81,11 @@ def _pipeline(
     dims: ParallelDims,
     config: JobConfig,
     device: torch.device,
-) -> tuple[Any, StageLoss, list[nn.Module]]:
+) -> "tuple[Any, StageLoss, list[nn.Module]]":
+    from torchtitan.grpo.pipeline.auto import resolve_schedule
+    from torchtitan.grpo.pipeline.build import build_schedule, split_model
+    from torchtitan.grpo.training.stage_runner import StageLoss
+
     measured = resolve_schedule(model, dims, config, device)
     stages, parts = split_model(model, dims, config, device)
     loss = StageLoss()
@@ -93,6 +95,9 @@ def _pipeline(
 def build_policy_runner(trainer: Trainer) -> ModelRunner:
     config, schedule = trainer.job_config, trainer.pp_schedule
     if schedule is not None:
+        from torchtitan.grpo.pipeline.fill_jobs import load_jobs
+        from torchtitan.grpo.training.stage_runner import PipelineRunner
+
         runner = PipelineRunner(schedule, trainer.stage_loss, config)
         if paths := config.parallelism.pipeline_fill_jobs:
             runner.fill(load_jobs(paths, schedule.stages[0], config.job.dump_folder))
@@ -121,16 +126,19 @@ def build_reference(trainer: Trainer) -> Reference:
     key = "grpo.ref_model_path" if settings.ref_model_path else "model.hf_assets_path"
     adapter = spec.state_dict_adapter(trainer.model_args, path)
     load_hf_weights(parts, adapter, path, setting=key)
-    runner = (
-        PipelineForwardRunner(stages, config) if stages else whole_model_runner(parts[0], config)
-    )
+    if stages:
+        from torchtitan.grpo.training.stage_runner import PipelineForwardRunner
+
+        runner = PipelineForwardRunner(stages, config)
+    else:
+        runner = whole_model_runner(parts[0], config)
     ema, offload = settings.ref_model_ema, settings.ref_model_offload
     return Reference(runner, parts, trainer.device, ema=ema, offload=offload)
 
 
 def build_beside(
     trainer: Trainer, make: Callable[[], nn.Module], *, is_second: bool = False
-) -> tuple[list[LeanStage], list[nn.Module]]:
+) -> "tuple[list[LeanStage], list[nn.Module]]":
     """Builds a model in the policy's layout, with random weights: its stages, if any, and parts.
 
     ``is_second`` is that of :func:`split_model`.
@@ -141,6 +149,8 @@ def build_beside(
         whole = make()
     stages: list[LeanStage] = []
     if dims.pp_enabled:
+        from torchtitan.grpo.pipeline.build import split_model
+
         stages, parts = split_model(whole, dims, config, trainer.device, is_second=is_second)
     else:
         parts = [parallelize(whole, dims, config)]
@@ -205,7 +215,7 @@ def parameter_shapes(config: JobConfig, model: HFModel) -> dict[str, tuple[int, 
 
 def build_without_memory(
     config: JobConfig, model: HFModel
-) -> tuple[nn.Module, Callable[[str], BaseStateDictAdapter]]:
+) -> tuple[nn.Module, Callable[[str], StateDictAdapter]]:
     """Returns the model on the meta device, whose arguments it changes, and a maker of adapters."""
     spec = hf_train_spec(model, config, config.training.steps)
     args: Any = model.model_args

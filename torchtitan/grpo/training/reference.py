@@ -16,8 +16,7 @@ from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.data.rows import TrainRows
 from torchtitan.grpo.models.lora import adapters_off
 from torchtitan.grpo.models.shards import local_tensor, named_parameters
-from torchtitan.grpo.training.runner import ForwardRunner, ModelRunner
-from torchtitan.grpo.training.stage_runner import PipelineForwardRunner, PipelineRunner
+from torchtitan.grpo.training.runner import ForwardRunner, ModelRunner, WholeModelRunner
 
 
 class BaseReference(ForwardRunner):
@@ -44,8 +43,11 @@ class BaseReference(ForwardRunner):
 def base_reference(
     policy: ModelRunner, parts: Sequence[nn.Module], config: JobConfig
 ) -> BaseReference:
-    if not isinstance(policy, PipelineRunner):
+    if isinstance(policy, WholeModelRunner):
         return BaseReference(policy, parts)
+    from torchtitan.grpo.training.stage_runner import PipelineForwardRunner, PipelineRunner
+
+    assert isinstance(policy, PipelineRunner)
     # Separate stages, which turn the adapters off also when they run in a gap of a training pass.
     runner = PipelineForwardRunner(policy.schedule.stages, config)
     for stage in runner.stages:

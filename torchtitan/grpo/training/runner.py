@@ -4,13 +4,14 @@
 """Runs forward and backward passes over rows, whatever the layout.
 
 Tensor, context and data parallelism are inside the model. Only pipelines need another runner
-(`training/stage_runner.py`).
+(`training/stage_runner.py`). Ranks without one do not import it, nor the stages and schedules of torch,
+which import the compiler.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn as nn
@@ -20,7 +21,9 @@ from torchtitan.grpo.data.rows import TrainRows
 from torchtitan.grpo.models.fsdp import BetweenMicrobatches, Kept
 from torchtitan.grpo.models.packed_attention import HostReach
 from torchtitan.grpo.models.packed_model import ScoredTokens
-from torchtitan.grpo.pipeline.lean_stage import LeanStage
+
+if TYPE_CHECKING:
+    from torchtitan.grpo.pipeline.lean_stage import LeanStage
 
 LossFunction = Callable[[torch.Tensor, slice], torch.Tensor]
 """Scalar loss of a slice of the minibatch's rows, from the model's output [rows, seq, 2 + k], or
@@ -34,7 +37,7 @@ class ForwardRunner(ABC):
     has_output: bool
     """True if this rank sees the output, as holder of the last pipeline stage."""
 
-    stages: Sequence[LeanStage] = ()
+    stages: "Sequence[LeanStage]" = ()
     """Pipeline stages for forward passes, also in the gaps of training passes; else empty."""
 
     @abstractmethod

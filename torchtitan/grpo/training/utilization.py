@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
 import torch.distributed as dist
 
 from torchtitan.grpo.config.job_config import JobConfig
@@ -85,7 +86,7 @@ def build_utilization(trainer: Trainer, config: JobConfig, model: HFModel) -> Ut
     """Returns the counter for the devices; None on CPU, whose peak is not known."""
     if trainer.device.type == "cpu":
         return None
-    peak = utils.get_peak_flops(trainer.metrics_processor.device_memory_monitor.device_name)
+    peak = utils.get_peak_flops(torch.cuda.get_device_name(trainer.device))
     return Utilization(config, model, dist.get_world_size(), peak)
 
 

@@ -9,6 +9,7 @@ exists in 0.2.2 and in 0.3.0, and where a name means different things, the diffe
 stand where they are applied.
 """
 
+import importlib
 import sys
 from types import ModuleType
 
@@ -16,11 +17,26 @@ _UNUSED = {
     "torchtitan.models.attention": ("VarlenMetadata", "FlexAttentionWrapper"),
     "torchtitan.components.validate": ("BaseValidator",),
 }
-"""Modules that upstream's trainer imports for these classes, and that no run uses: they import the compiler,
+"""Modules that upstream's protocols import for these classes, and that no run uses: they import the compiler,
 and a library of data sets."""
 
-if "torchtitan.protocols" not in sys.modules:  # a rank that `system/light_start.py` prepared
-    for name, classes in _UNUSED.items():
+
+def _import_protocols() -> None:
+    """Imports upstream's protocols with empty classes in place of what :data:`_UNUSED` lists.
+
+    The stand-ins do not stay: a module of the user's that imports one of these names gets upstream's own.
+    """
+    names = [name for name in _UNUSED if name not in sys.modules]
+    for name in names:
         stand_in = ModuleType(name)
-        vars(stand_in).update({each: type(each, (), {}) for each in classes})
-        sys.modules.setdefault(name, stand_in)
+        vars(stand_in).update({each: type(each, (), {}) for each in _UNUSED[name]})
+        sys.modules[name] = stand_in
+    try:
+        importlib.import_module("torchtitan.protocols")
+    finally:
+        for name in names:
+            del sys.modules[name]
+
+
+if "torchtitan.protocols" not in sys.modules:
+    _import_protocols()

@@ -19,6 +19,7 @@ def manager_arguments(settings: Any) -> dict[str, Any]:
         **asdict(settings),
         "create_seed_checkpoint": False,
         "initial_load_in_hf": False,
+        "last_save_in_hf": False,
         "initial_load_in_hf_quantized": False,
         "enable_ft_dataloader_checkpoints": False,
     }

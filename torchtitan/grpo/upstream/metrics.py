@@ -1,18 +1,11 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Loggers to wandb and TensorBoard, and the memory of a GPU."""
+"""Loggers to wandb and TensorBoard."""
 
 from typing import Any
 
-from torchtitan.components.metrics import (
-    BaseLogger,
-    DeviceMemStats,
-    LoggerContainer,
-    TensorBoardLogger,
-    WandBLogger,
-    build_device_memory_monitor,
-)
+from torchtitan.components.metrics import BaseLogger, TensorBoardLogger, WandBLogger
 
 
 class WandbConfig(dict[str, Any]):

@@ -18,6 +18,7 @@ from torchtitan.grpo.config import Inference, WeightSync
 from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.inference.client import InferenceClient
 from torchtitan.grpo.inference.kinds import IDLE_SECONDS, make_client
+from torchtitan.grpo.models.hf_names import StateDictAdapter
 from torchtitan.grpo.models.lora import PeftStateDictAdapter
 from torchtitan.grpo.models.shards import named_parameters
 from torchtitan.grpo.rollout.link import RolloutLink
@@ -25,7 +26,6 @@ from torchtitan.grpo.system.logs import logger
 from torchtitan.grpo.system.rank_calls import remote
 from torchtitan.grpo.system.rank_channel import RankChannel
 from torchtitan.grpo.types import ServerInfo
-from torchtitan.grpo.upstream.state_dict import BaseStateDictAdapter
 from torchtitan.grpo.weight_sync.attestation import (
     Attestation,
     Probes,
@@ -55,7 +55,7 @@ from torchtitan.grpo.weight_wire.version_files import VersionDirectories
 
 
 def build_publisher(
-    config: JobConfig, model_parts: list[nn.Module], adapter: BaseStateDictAdapter, device: torch.device,
+    config: JobConfig, model_parts: list[nn.Module], adapter: StateDictAdapter, device: torch.device,
     channel: RankChannel, link: RolloutLink | None, servers: list[ServerInfo], vocab_size: int,
 ) -> WeightPublisher:  # fmt: skip
     """Builds one rank's publisher; collective over all ranks.

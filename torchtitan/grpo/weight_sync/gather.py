@@ -24,11 +24,11 @@ import torch
 import torch.distributed as dist
 
 from torchtitan.grpo.models.collect import Collector, agree_on_assembly, collecting_group
+from torchtitan.grpo.models.hf_names import StateDictAdapter
 from torchtitan.grpo.models.lora import AdapterMerge, lora_scale
 from torchtitan.grpo.system.logs import logger
 from torchtitan.grpo.system.network import boot_id
 from torchtitan.grpo.system.rank_calls import operation
-from torchtitan.grpo.upstream.state_dict import BaseStateDictAdapter
 from torchtitan.grpo.weight_sync.payloads import Payload, PayloadPool
 from torchtitan.grpo.weight_sync.plan import BucketPlan, SourceLimits, SourcePlan
 from torchtitan.grpo.weight_sync.slot_layout import PushPlan, Shards, SnapshotSlots, plan_push
@@ -42,7 +42,7 @@ _JUDGED_VERSION, _SMALL_SHARE = 10, 0.25
 
 def agree_on_push(
     parameters: Mapping[str, torch.Tensor],
-    adapter: BaseStateDictAdapter,
+    adapter: StateDictAdapter,
     wire_dtype: torch.dtype,
     bucket_bytes: int,
     *,
@@ -74,7 +74,7 @@ class Gatherer:
         self,
         plan: PushPlan,
         slots: SnapshotSlots,
-        adapter: BaseStateDictAdapter,
+        adapter: StateDictAdapter,
         timeout_seconds: float,
     ) -> None:
         self._adapter, self._slots = adapter, slots

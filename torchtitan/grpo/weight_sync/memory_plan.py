@@ -15,12 +15,12 @@ import torch
 from torchtitan.grpo.config import WeightSync
 from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.models.collect import module_of
+from torchtitan.grpo.models.hf_names import StateDictAdapter
 from torchtitan.grpo.models.lora import PeftStateDictAdapter
 from torchtitan.grpo.models.shards import Assembly, Block, Piece, model_order
 from torchtitan.grpo.pipeline.schedules import AUTO, candidates
 from torchtitan.grpo.pipeline.stages import fixes_stages, rank_of_parameter, stage_modules
 from torchtitan.grpo.system.dtypes import TORCH_DTYPE_MAP
-from torchtitan.grpo.upstream.state_dict import BaseStateDictAdapter
 from torchtitan.grpo.weight_sync.leader import max_alive
 from torchtitan.grpo.weight_sync.plan import SourceLimits
 from torchtitan.grpo.weight_sync.slot_layout import PushPlan, plan_push
@@ -103,7 +103,7 @@ def memory_of(plan: PushPlan, sync: WeightSync, max_held: int, num_servers: int)
 def predict_memory(
     config: JobConfig,
     shapes: dict[str, tuple[int, ...]],
-    adapter: BaseStateDictAdapter,
+    adapter: StateDictAdapter,
     num_servers: int,
     *,
     num_ranks: int,
@@ -144,7 +144,7 @@ def describe_placement(config: JobConfig, num_layers: int) -> Iterator[str]:
         )
 
 
-def adapter_of_push(config: JobConfig, adapter: BaseStateDictAdapter) -> BaseStateDictAdapter:
+def adapter_of_push(config: JobConfig, adapter: StateDictAdapter) -> StateDictAdapter:
     """Returns the state-dict adapter that names what is sent: the model's, or one with PEFT's names."""
     if config.lora.rank > 0 and config.lora.push == "adapters":
         return PeftStateDictAdapter(adapter, config.model.hf_assets_path)

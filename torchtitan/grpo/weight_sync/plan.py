@@ -19,10 +19,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from torchtitan.grpo.models.hf_names import StateDictAdapter
 from torchtitan.grpo.models.hf_weights import hf_meta
 from torchtitan.grpo.models.lora import PeftStateDictAdapter, lora_scale
 from torchtitan.grpo.models.shards import Assembly, Piece, in_buckets
-from torchtitan.grpo.upstream.state_dict import BaseStateDictAdapter
 from torchtitan.grpo.weight_wire.adapter_names import is_adapter, target_of
 from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec
 
@@ -69,7 +69,7 @@ class SourceLimits:
 
 def plan_sources(
     assemblies: Sequence[Assembly],
-    adapter: BaseStateDictAdapter,
+    adapter: StateDictAdapter,
     wire_dtype: torch.dtype,
     bucket_bytes: int,
     limits: SourceLimits = SourceLimits(),
@@ -88,7 +88,7 @@ def plan_sources(
 
 def plan_buckets(
     assemblies: Sequence[Assembly],
-    adapter: BaseStateDictAdapter,
+    adapter: StateDictAdapter,
     wire_dtype: torch.dtype,
     bucket_bytes: int,
 ) -> list[BucketPlan]:

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from torchtitan.grpo.models.hf_names import StateDictAdapter
 from torchtitan.grpo.models.hf_weights import keeps_bytes
 from torchtitan.grpo.models.shards import Assembly, Piece
 from torchtitan.grpo.system.host_memory import (
@@ -36,7 +37,6 @@ from torchtitan.grpo.system.host_memory import (
     own_memory,
     pin,
 )
-from torchtitan.grpo.upstream.state_dict import BaseStateDictAdapter
 from torchtitan.grpo.weight_sync.plan import SourceLimits, SourcePlan, plan_sources
 from torchtitan.grpo.weight_wire.adapter_names import is_adapter
 
@@ -112,7 +112,7 @@ class PushPlan:
 
 def plan_push(
     assemblies: Sequence[Assembly],
-    adapter: BaseStateDictAdapter,
+    adapter: StateDictAdapter,
     wire_dtype: torch.dtype,
     bucket_bytes: int,
     limits: SourceLimits,
@@ -130,7 +130,7 @@ def plan_push(
 
 def lay_out_slot(
     source: SourcePlan,
-    adapter: BaseStateDictAdapter,
+    adapter: StateDictAdapter,
     wire_dtype: torch.dtype,
     *,
     contiguous: bool = False,

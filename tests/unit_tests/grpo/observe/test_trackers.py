@@ -20,7 +20,6 @@ from torchtitan.grpo.observe.trackers import (
 )
 from torchtitan.grpo.run_folder.replacing import move_aside
 from torchtitan.grpo.upstream.metrics import (
-    LoggerContainer,
     TensorBoardLogger,
     WandbConfig,
     WandBLogger,
@@ -41,13 +40,12 @@ SAMPLE = {
 def test_samples_are_a_table_in_wandb(tmp_path: Path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    container = LoggerContainer()
-    container.add_logger(WandBLogger(str(tmp_path), WandbConfig()))
+    tracker = WandBLogger(str(tmp_path), WandbConfig())
     try:
-        container.log({"reward/mean": 0.5}, 1)
-        log_samples(container, [SAMPLE], 1)
+        tracker.log({"reward/mean": 0.5}, 1)
+        log_samples([tracker], [SAMPLE], 1)
     finally:
-        container.close()
+        tracker.close()
     (file,) = tmp_path.rglob("*.table.json")
     table = json.loads(file.read_text())
     assert table["columns"] == list(COLUMNS)
@@ -76,7 +74,7 @@ def opened(config: JobConfig, start: int = 1) -> tuple[str, str, str]:
         resume = os.environ["WANDB_RESUME"]
         tracker = WandBLogger(str(folder), WandbConfig(config.to_dict()))  # pyright: ignore
     try:
-        place = wandb_place(tracker)
+        place = wandb_place([tracker])
         assert place is not None
         return tracker.wandb.run.id, resume, place
     finally:
@@ -122,7 +120,7 @@ def test_what_the_environment_names_is_left_to_it(wandb_config: JobConfig, monke
 def test_samples_are_text_in_tensorboard(tmp_path: Path):
     tracker = TensorBoardLogger(str(tmp_path))
     tracker.log({"reward/mean": 0.5}, 1)
-    log_samples(tracker, [SAMPLE], 1)
+    log_samples([tracker], [SAMPLE], 1)
     tracker.close()
     events = EventAccumulator(str(tmp_path))
     events.Reload()
@@ -139,6 +137,7 @@ def test_rank_zero_alone_opens_trackers(wandb_config: JobConfig, monkeypatch):
     for rank in (0, 1):
         monkeypatch.setattr("torch.distributed.get_rank", lambda: rank)  # noqa: B023
         trackers = open_trackers(wandb_config)
-        opened_by_rank.append(trackers.number_of_loggers)
-        trackers.close()
+        opened_by_rank.append(len(trackers))
+        for tracker in trackers:
+            tracker.close()
     assert opened_by_rank == [1, 0]
