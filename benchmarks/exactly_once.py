@@ -290,7 +290,7 @@ def lengths_of(folder: Path, steps: int) -> np.ndarray:
     batches = read_record(folder)[:steps]
     return np.array(
         [
-            len(rollout.completion_ids)
+            len(rollout.token_ids)
             for batch in batches
             for group in batch.groups
             for rollout in group.rollouts
