@@ -3,8 +3,9 @@
 
 """Names and forms of a decoder's parameters on disk and on servers, as Hugging Face gives them.
 
-Parameters have the form that they have on disk, so that a push only renames them. Stacked experts are
-views of one tensor.
+The names of a layer's weights stand beside its parts in `blocks/rows.py`, with ``{}`` for the number of an
+expert. Parameters have the form that they have on disk, so that a push only renames them. Stacked
+experts are views of one tensor.
 """
 
 from functools import cached_property

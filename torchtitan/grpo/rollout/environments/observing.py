@@ -5,7 +5,8 @@
 
 A chat template may write earlier turns differently from the model, for example without their
 thinking (``rollout.earlier_turns``). The context of the next turn then begins a new training
-row, so that each turn is trained on with the context with which it was generated.
+row, so that each turn is trained on with the context with which it was generated. What the model was
+shown is left out of training where the rows are made, in `agents/rows.py`.
 """
 
 from torchtitan.grpo.rollout.agents.answering import EpisodeSettings
