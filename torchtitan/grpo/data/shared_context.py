@@ -16,7 +16,7 @@ what only this sequence has.
     positions                                0 1   2 3 4   2 3
     reach (the end of the subtree)           7 7   5 5 5   7 7
 
-The functions are pure. Sequences share only with those of the same ``Sample.group``.
+The functions are pure. `layout.py` chooses who shares a row, and `rows.py` writes it. Sequences share only with those of the same ``Sample.group``.
 """
 
 from collections.abc import Sequence
