@@ -71,7 +71,7 @@ def dense_varlen(
     out = torch.einsum("hqk,khd->qhd", (scores - lse[..., None]).exp(), values).to(q.dtype)
     is_computed = torch.arange(len(q)) - cu_seq_q[ids - 1] < max_q
     is_computed &= cu_seq_k.diff()[ids - 1] <= max_k
-    out = torch.where(is_computed[:, None, None], out, torch.nan)
+    out = torch.where(is_computed[:, None, None], out, torch.nan).contiguous()
     # The kernel's is float32. The tests' bounds are far below that.
     return (out, lse) if return_aux is not None else out
 
@@ -105,4 +105,4 @@ def dense_varlen_backward(
     dk = torch.einsum("hqk,qhd->khd", of_scores, q.double())
     dv = torch.einsum("hqk,qhd->khd", p, grad.double())
     dk, dv = (t.unflatten(1, (-1, groups)).sum(2) for t in (dk, dv))
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+    return tuple(t.to(q.dtype).contiguous() for t in (dq, dk, dv))

@@ -69,7 +69,7 @@ def kept_bytes(config: JobConfig, monkeypatch) -> int:
     hf_model.model_args.update_from_config(config)
     model = hf_train_spec(hf_model, config).model_cls(hf_model.model_args)
     with torch.no_grad():
-        model.init_weights(torch.device("cpu"))
+        model.init_weights()
     caches = record_caches(monkeypatch)
     if config.activation_checkpoint.mode != "none":
         apply_checkpointing(model, config)
