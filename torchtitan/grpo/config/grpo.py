@@ -40,13 +40,11 @@ class GRPO:
     first optimizer step. Measured by ``benchmarks/layout_parity.py``."""
 
     advantage: Literal[
-        "group_norm", "group_mean", "leave_one_out", "leave_one_out_norm", "batch_norm", "max_rl",
-        "gae",
+        "group_norm", "group_mean", "leave_one_out", "batch_norm", "max_rl", "gae",
     ] = "group_norm"  # fmt: skip
     """How advantages are computed from rewards: ``group_norm`` (GRPO), ``group_mean`` (Dr.GRPO),
-    ``leave_one_out`` (RLOO), ``leave_one_out_norm``, ``batch_norm`` (REINFORCE++-baseline),
-    ``max_rl`` (MaxRL), which needs rewards of at least 0, or ``gae`` (PPO), for each token with the
-    values of a critic, ``[critic]``. docs/losses.md has the formulas."""
+    ``leave_one_out`` (RLOO), ``batch_norm`` (REINFORCE++-baseline), ``max_rl`` (MaxRL), which needs
+    rewards of at least 0, or ``gae`` (PPO), for each token with the values of a critic, ``[critic]``. docs/losses.md has the formulas."""
 
     filter_zero_advantage: bool = False
     """Leave out groups in which all rewards are equal. Such groups have no gradient, but they would
@@ -65,10 +63,9 @@ class GRPO:
 
     policy_loss: str = "clip"
     """Policy loss of each token: ``clip`` (one ratio for each token), ``gspo`` (one ratio for each
-    sequence), ``cispo``, ``reinforce`` (no ratio), ``sapo`` (a smooth gate instead of clipping),
-    ``gmpo`` (the geometric mean of the clipped ratios over the sequence), or a custom function,
-    named ``package.module:function`` or ``path/to/file.py:function``. docs/losses.md has the
-    formulas."""
+    sequence), ``cispo``, ``reinforce`` (no ratio), or a custom function, named
+    ``package.module:function`` or ``path/to/file.py:function``. docs/losses.md has the formulas, and
+    ``examples/losses/`` has further losses."""
 
     policy_loss_options: dict[str, Any] = field(default_factory=dict)
     """Experimental: Keyword arguments for a custom ``policy_loss`` function. An option that the
@@ -79,14 +76,7 @@ class GRPO:
     """Ratios below ``1 - clip_low`` are clipped."""
 
     clip_high: Annotated[float, above(0)] = 0.2
-    """Ratios above ``1 + clip_high`` are clipped. DAPO uses 0.28, and GSPO uses 4e-4. ``policy_loss
-    = "gmpo"`` clips the logarithm of the ratio, at ``clip_high`` if the advantage is positive and
-    at ``-clip_low`` otherwise; its paper uses 0.4 for both."""
-
-    dual_clip: Annotated[float, above(1).or_value(0, "off")] = 0.0
-    """Experimental: Bound of dual-clip PPO: the loss of a token with a negative advantage A is
-    at most ``-dual_clip * A``, however large its ratio is. Used with ``policy_loss = "clip"``
-    and ``policy_loss = "gspo"``."""
+    """Ratios above ``1 + clip_high`` are clipped. DAPO uses 0.28, and GSPO uses 4e-4."""
 
     aggregation: Literal["token_mean", "sequence_mean", "constant_length"] = "token_mean"
     """How token losses are aggregated. ``token_mean`` is the mean over all trained tokens of the
@@ -118,11 +108,6 @@ class GRPO:
     """Experimental: Lower bound of the importance ratio of ``mismatch_correction``, below
     ``importance_cap``. With 0, there is no lower bound."""
 
-    mismatch_veto: Annotated[float, above(0).below(1).or_value(0, "off")] = 0.0
-    """Experimental: Leave out each sequence that has a trained token whose importance ratio is
-    below this value. A value of 1e-4 finds tokens that the trainer's policy would almost never
-    sample."""
-
     mismatch_max_k3: Annotated[float, above(0).or_value(0, "off")] = 0.0
     """Leave out each sequence whose mean ``k3`` estimate of the KL divergence between the
     sampling-time policy and the trainer's policy, over its trained tokens, is above this value,
@@ -140,10 +125,9 @@ class GRPO:
     kl_coef: Annotated[float, at_least(0)] = 0.0
     """Weight of the KL penalty against the reference model. With 0, no reference model is built."""
 
-    kl_estimator: Literal["k1", "k2", "k3", "abs", "k1_straight", "k3_straight"] = "k3"
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of the KL divergence from sampled tokens; docs/losses.md has the formulas.
-    ``k1_straight`` and ``k3_straight`` have the value of ``k1`` and ``k3``; as a loss, they have
-    the gradient of ``k2``, which is that of the KL divergence."""
+    As a loss, ``k2`` has the gradient of the KL divergence."""
 
     kl_in: Literal["loss", "reward"] = "loss"
     """Where the KL penalty is applied: as a term of the loss, or subtracted from the reward of each

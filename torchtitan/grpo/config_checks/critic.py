@@ -50,11 +50,6 @@ def check_critic(config: JobConfig) -> None:
         "it leaves out sequences by the sign of their advantage, and each token has its own. Set it to 0.",
     )
     with_critic(
-        {"grpo.policy_loss = 'gmpo'": grpo.policy_loss == "gmpo"},
-        "it bounds the mean of a sequence's ratios on the side that the sign of its advantage says, and "
-        "each token has its own. Choose another loss.",
-    )
-    with_critic(
         {"teacher.urls without teacher.top_k": bool(teacher.urls) and not teacher.top_k},
         "the teacher's part of advantages is relative to the group's mean, and those of the critic are "
         "not. Set teacher.top_k, which makes it a term of the loss.",

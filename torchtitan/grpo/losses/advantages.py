@@ -56,9 +56,7 @@ def require_finite(rewards: np.ndarray) -> None:
         raise ValueError(f"Rewards must be finite, got {rewards[~np.isfinite(rewards)][:4]}.")
 
 
-AdvantageKind = Literal[
-    "group_norm", "group_mean", "leave_one_out", "leave_one_out_norm", "batch_norm", "max_rl"
-]
+AdvantageKind = Literal["group_norm", "group_mean", "leave_one_out", "batch_norm", "max_rl"]
 
 
 def compute_advantages(
@@ -75,7 +73,6 @@ def compute_advantages(
         group_norm           (r - mean) / (std + eps)
         group_mean           r - mean
         leave_one_out        r - mean of the other N - 1  =  N / (N - 1) * (r - mean)
-        leave_one_out_norm   (r - mean of the other N - 1) / (std + eps)
         batch_norm           (r - mean) / (std of all r - mean in the batch + eps)
         max_rl               (r - mean) / (mean + eps)
 
@@ -104,17 +101,14 @@ def _compared(
     eps: float,
 ) -> np.ndarray:
     centered, member_of, sizes = _centered(rewards, group_ids)
-    squares = np.bincount(member_of, centered**2, len(sizes))
     match kind:
         case "group_norm":
+            squares = np.bincount(member_of, centered**2, len(sizes))
             return centered / (_deviation(squares, sizes)[member_of] + eps)
         case "group_mean":
             return centered
         case "leave_one_out":
             return centered * (sizes / np.maximum(sizes - 1, 1))[member_of]
-        case "leave_one_out_norm":
-            from_others = _compared(rewards, group_ids, "leave_one_out", eps)
-            return from_others / (_deviation(squares, sizes)[member_of] + eps)
         case "batch_norm":
             deviation = _deviation((centered**2).sum(), np.array(len(rewards)))
             return centered / (deviation + eps)
