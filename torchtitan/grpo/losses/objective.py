@@ -63,7 +63,7 @@ class LossInputs(PolicyInputs):
 
     Attributes:
         ref_logprobs: float, of the reference model; None without one.
-        loss_weights: float, see ``aggregation.py``.
+        loss_weights: float, see `advantages.py`.
         ptx_weights: float, above 0 on mixed-in supervised tokens and 0 elsewhere.
         teacher_top: The teacher's most likely tokens; None without ``teacher.top_k``.
     """
