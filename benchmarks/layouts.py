@@ -68,8 +68,8 @@ MUON = {"optimizer": "Muon", "muon_dtype": "float32"}  # takes the place of Adam
 REJECTION = "one process, rejection"
 # These settings reject some sequences and mask others.
 REJECTED = {
-    "minibatches": 2, "advantage": "leave_one_out_norm", "max_k3": 0.9, "off_policy": 0.3,
-    "estimator": "k3_straight",
+    "minibatches": 2, "advantage": "leave_one_out", "max_k3": 0.9, "off_policy": 0.3,
+    "estimator": "k2",
 }  # fmt: skip
 PPO = "one process, critic"
 # The critic is another model with a head, and learns in four updates a batch, as the policy does.

@@ -8,19 +8,16 @@ The tables are plain data and import no torch, so that the rollout process can i
 refuses settings that cannot work.
 """
 
-from torchtitan.grpo.config.agent import Agent
 from torchtitan.grpo.config.cluster import ClusterRow
-from torchtitan.grpo.config.critic import Critic
 from torchtitan.grpo.config.evaluation import Evaluation
-from torchtitan.grpo.config.grpo import GRPO, LoRA
-from torchtitan.grpo.config.inference import Inference
+from torchtitan.grpo.config.grpo import GRPO, Critic, LoRA
+from torchtitan.grpo.config.inference import Inference, WeightSync
 from torchtitan.grpo.config.judge import Judge
 from torchtitan.grpo.config.observe import Guards, Observe
 from torchtitan.grpo.config.prompts import Prompts
-from torchtitan.grpo.config.rollout import Reward, Rollout, Workers
+from torchtitan.grpo.config.rollout import Agent, Reward, Rollout, Workers
 from torchtitan.grpo.config.rollout_process import RolloutProcessConfig
 from torchtitan.grpo.config.teacher import SFT, Teacher
-from torchtitan.grpo.config.weight_sync import WeightSync
 
 SECRETS = (("inference", "api_key"), ("inference", "admin_key"), ("teacher", "api_key"))
 """Table and key of each setting whose value is shown to nobody."""

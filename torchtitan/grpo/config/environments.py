@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
-from torchtitan.grpo.config.agent import Agent
 from torchtitan.grpo.config.prompts import Prompts
-from torchtitan.grpo.config.rollout import Reward, Rollout
+from torchtitan.grpo.config.rollout import Agent, Reward, Rollout
 
 OWN_KEYS: dict[str, tuple[str, ...]] = {
     "prompts": (

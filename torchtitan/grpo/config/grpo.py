@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The tables ``[grpo]``, the algorithm and the training step, and ``[lora]``."""
+"""The tables ``[grpo]``, the algorithm and the training step, ``[lora]`` and ``[critic]``."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -40,13 +40,11 @@ class GRPO:
     first optimizer step. Measured by ``benchmarks/layout_parity.py``."""
 
     advantage: Literal[
-        "group_norm", "group_mean", "leave_one_out", "leave_one_out_norm", "batch_norm", "max_rl",
-        "gae",
+        "group_norm", "group_mean", "leave_one_out", "batch_norm", "max_rl", "gae",
     ] = "group_norm"  # fmt: skip
     """How advantages are computed from rewards: ``group_norm`` (GRPO), ``group_mean`` (Dr.GRPO),
-    ``leave_one_out`` (RLOO), ``leave_one_out_norm``, ``batch_norm`` (REINFORCE++-baseline),
-    ``max_rl`` (MaxRL), which needs rewards of at least 0, or ``gae`` (PPO), for each token with the
-    values of a critic, ``[critic]``. docs/losses.md has the formulas."""
+    ``leave_one_out`` (RLOO), ``batch_norm`` (REINFORCE++-baseline), ``max_rl`` (MaxRL), which needs
+    rewards of at least 0, or ``gae`` (PPO), for each token with the values of a critic, ``[critic]``. docs/losses.md has the formulas."""
 
     filter_zero_advantage: bool = False
     """Leave out groups in which all rewards are equal. Such groups have no gradient, but they would
@@ -65,10 +63,9 @@ class GRPO:
 
     policy_loss: str = "clip"
     """Policy loss of each token: ``clip`` (one ratio for each token), ``gspo`` (one ratio for each
-    sequence), ``cispo``, ``reinforce`` (no ratio), ``sapo`` (a smooth gate instead of clipping),
-    ``gmpo`` (the geometric mean of the clipped ratios over the sequence), or a custom function,
-    named ``package.module:function`` or ``path/to/file.py:function``. docs/losses.md has the
-    formulas."""
+    sequence), ``cispo``, ``reinforce`` (no ratio), or a custom function, named
+    ``package.module:function`` or ``path/to/file.py:function``. docs/losses.md has the formulas, and
+    ``examples/losses/`` has further losses."""
 
     policy_loss_options: dict[str, Any] = field(default_factory=dict)
     """Experimental: Keyword arguments for a custom ``policy_loss`` function. An option that the
@@ -79,14 +76,7 @@ class GRPO:
     """Ratios below ``1 - clip_low`` are clipped."""
 
     clip_high: Annotated[float, above(0)] = 0.2
-    """Ratios above ``1 + clip_high`` are clipped. DAPO uses 0.28, and GSPO uses 4e-4. ``policy_loss
-    = "gmpo"`` clips the logarithm of the ratio, at ``clip_high`` if the advantage is positive and
-    at ``-clip_low`` otherwise; its paper uses 0.4 for both."""
-
-    dual_clip: Annotated[float, above(1).or_value(0, "off")] = 0.0
-    """Experimental: Bound of dual-clip PPO: the loss of a token with a negative advantage A is
-    at most ``-dual_clip * A``, however large its ratio is. Used with ``policy_loss = "clip"``
-    and ``policy_loss = "gspo"``."""
+    """Ratios above ``1 + clip_high`` are clipped. DAPO uses 0.28, and GSPO uses 4e-4."""
 
     aggregation: Literal["token_mean", "sequence_mean", "constant_length"] = "token_mean"
     """How token losses are aggregated. ``token_mean`` is the mean over all trained tokens of the
@@ -118,11 +108,6 @@ class GRPO:
     """Experimental: Lower bound of the importance ratio of ``mismatch_correction``, below
     ``importance_cap``. With 0, there is no lower bound."""
 
-    mismatch_veto: Annotated[float, above(0).below(1).or_value(0, "off")] = 0.0
-    """Experimental: Leave out each sequence that has a trained token whose importance ratio is
-    below this value. A value of 1e-4 finds tokens that the trainer's policy would almost never
-    sample."""
-
     mismatch_max_k3: Annotated[float, above(0).or_value(0, "off")] = 0.0
     """Leave out each sequence whose mean ``k3`` estimate of the KL divergence between the
     sampling-time policy and the trainer's policy, over its trained tokens, is above this value,
@@ -140,10 +125,9 @@ class GRPO:
     kl_coef: Annotated[float, at_least(0)] = 0.0
     """Weight of the KL penalty against the reference model. With 0, no reference model is built."""
 
-    kl_estimator: Literal["k1", "k2", "k3", "abs", "k1_straight", "k3_straight"] = "k3"
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of the KL divergence from sampled tokens; docs/losses.md has the formulas.
-    ``k1_straight`` and ``k3_straight`` have the value of ``k1`` and ``k3``; as a loss, they have
-    the gradient of ``k2``, which is that of the KL divergence."""
+    As a loss, ``k2`` has the gradient of the KL divergence."""
 
     kl_in: Literal["loss", "reward"] = "loss"
     """Where the KL penalty is applied: as a term of the loss, or subtracted from the reward of each
@@ -309,3 +293,50 @@ class LoRA:
     added to their targets, to servers of any kind. ``adapters`` sends only the adapters, to servers
     that add them to their own base weights. Such servers must have been started with the model of
     ``model.hf_assets_path``, and an SGLang server must have been started by this project."""
+
+
+@dataclass
+class Critic:
+    """``[critic]``: a second trained model that estimates the reward to come, for advantages by GAE.
+
+    It is used with ``grpo.advantage = "gae"``, has the layout of the policy, and is trained on the
+    same minibatches. docs/losses.md has the formulas and the papers, and docs/how-to/critic.md says
+    what it costs and when it pays.
+    """
+
+    path: str | None = None
+    """Experimental: Hugging Face directory of the model that the critic starts from, or its
+    name on the Hub. It must have the architecture and the sizes of the policy. With None, it is
+    ``model.hf_assets_path``. The head that computes values starts at zero, unless the directory
+    holds a head of one output, ``score.weight``, as reward models do."""
+
+    lr: Annotated[float, at_least(0)] = 1e-5
+    """Learning rate of the critic after the warmup. With Muon it is also that of
+    matrices. All other settings of ``[optimizer]`` and ``[lr_scheduler]``, and
+    ``training.max_norm``, apply to both models. verl's default is 1e-5,
+    too; it is usually higher than the policy's."""
+
+    gamma: Annotated[float, above(0).at_most(1)] = 1.0
+    """Discount of each decision: a token or, with ``level = "turn"``, a turn."""
+
+    gae_lambda: Annotated[float, at_least(0).at_most(1)] = 0.95
+    """Lambda of the policy's advantages. With 1, the advantage is the reward to come minus the
+    value; with 0, it is the error of the value one decision ahead."""
+
+    whiten: bool = True
+    """Shift and scale the advantages of a batch to a mean of 0 and a variance of 1 over its trained
+    tokens, on all ranks together. Cannot be combined with ``rollout.stream``."""
+
+    value_clip: Annotated[float, above(0).or_value(0, "off")] = 0.2
+    """A value that moves farther than this from the one before the batch's first optimizer step gains
+    nothing. Matters only if a batch takes several optimizer steps. The default is TRL's."""
+
+    warmup_steps: Annotated[int, at_least(0)] = 0
+    """Experimental: Number of steps at the beginning in which only the critic learns. The
+    policy, which takes no optimizer step, is published unchanged. Its learning-rate schedule
+    counts these steps as well."""
+
+    level: Literal["token", "turn"] = "token"
+    """Experimental: Whether each trained token is a decision with a value and an advantage, or
+    each turn: a maximal run of trained tokens in a sequence. At turn level, the value is read
+    where the turn begins, and all of its tokens have one advantage."""

@@ -6,13 +6,12 @@
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from torchtitan.grpo.config.agent import Agent
 from torchtitan.grpo.config.cluster import ClusterRow
 from torchtitan.grpo.config.evaluation import Evaluation
 from torchtitan.grpo.config.grpo import GRPO
 from torchtitan.grpo.config.inference import Inference
 from torchtitan.grpo.config.prompts import Prompts
-from torchtitan.grpo.config.rollout import Reward, Rollout, Workers
+from torchtitan.grpo.config.rollout import Agent, Reward, Rollout, Workers
 from torchtitan.grpo.config.teacher import Teacher
 from torchtitan.grpo.types import PromptProgress
 

@@ -12,13 +12,11 @@ from torchtitan.grpo.config.command_line.reading import read_config
 from torchtitan.grpo.config.environments import environments_of
 from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.config_checks import (
-    critic,
     environments,
     judge,
     learning,
     lending,
     lora,
-    observe,
     prompts,
     ranges,
     rollouts,
@@ -45,12 +43,12 @@ _CHECKS = (
     unread.check_unread, learning.check_comparisons, learning.check_policy_loss,
     learning.check_mismatch, trainer.check_optimizer, rollouts.check_lengths,
     rollouts.check_data, rollouts.check_filters, rollouts.check_stream, learning.check_supervised,
-    learning.check_teacher, critic.check_critic, rollouts.check_determinism, trainer.check_checkpoints,
+    learning.check_teacher, learning.check_critic, rollouts.check_determinism, trainer.check_checkpoints,
     rollouts.check_environments, rollouts.check_agent, prompts.check_evaluation, judge.check_judge,
     trainer.check_machine,
     servers.check_inference, lending.check_cluster, lending.check_lending, lending.check_offload,
     rollouts.check_dispatch, servers.check_weight_sync,
-    observe.check_guards, observe.check_observe, observe.check_profiling, lora.check_lora,
+    trainer.check_guards, trainer.check_observe, trainer.check_profiling, lora.check_lora,
     trainer.check_layout,
 )  # fmt: skip
 

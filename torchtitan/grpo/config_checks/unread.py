@@ -61,10 +61,9 @@ _READ_WITH: dict[str, dict[_Condition, tuple[str, ...]]] = {
         _above("grpo.kl_coef", 0): (
             *("ref_model_path", "ref_model_ema", "ref_model_offload", "kl_in", "kl_estimator"),
         ),
-        _is("grpo.policy_loss", "clip", "gspo"): ("dual_clip",),
         _above("grpo.overlong_buffer", 0): ("overlong_penalty",),
         _is("grpo.old_policy", "step_start"): (
-            *("mismatch_level", "importance_cap", "importance_floor", "mismatch_veto"),
+            *("mismatch_level", "importance_cap", "importance_floor"),
         ),
         _is("grpo.mismatch_correction", "truncate", "mask"): (
             *("importance_cap", "importance_floor"),

@@ -62,7 +62,7 @@ class BatchFacts:
             optimizer step must be left out: momentum and weight decay would move the weights.
         num_trained_tokens: Completion tokens of rollouts, over all ranks and minibatches.
         num_tokens: Prompt and completion tokens, over all ranks and minibatches.
-        mass: Total mass of the loss weights (`losses/aggregation.py`), over all ranks.
+        mass: Total mass of the loss weights (`losses/advantages.py`), over all ranks.
         part: Which part of its batch this is.
         publish_slot: Snapshot slot that the weights after the batch are copied into.
         progress: Progress through the prompts, this batch included. Every rank keeps it for

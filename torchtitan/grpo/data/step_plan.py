@@ -22,8 +22,13 @@ from torchtitan.grpo.data.layout import Layout, lay_out
 from torchtitan.grpo.data.packing import split_evenly
 from torchtitan.grpo.data.rows import Sample, TrainRows, build_rows, column_shapes, sequences_of
 from torchtitan.grpo.data.shared_context import NO_GROUP, Span, num_computed, spans_of
-from torchtitan.grpo.losses.advantages import informative_samples, num_equal_groups, shape_rewards
-from torchtitan.grpo.losses.aggregation import token_weights, weight_mass
+from torchtitan.grpo.losses.advantages import (
+    informative_samples,
+    num_equal_groups,
+    shape_rewards,
+    token_weights,
+    weight_mass,
+)
 from torchtitan.grpo.types import Rollout, RolloutGroup
 
 

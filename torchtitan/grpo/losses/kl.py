@@ -10,7 +10,7 @@ import torch
 
 from torchtitan.grpo.losses.sequences import LOG_RATIO_BOUND, held_between
 
-KLEstimator = Literal["k1", "k2", "k3", "abs", "k1_straight", "k3_straight"]
+KLEstimator = Literal["k1", "k2", "k3"]
 
 
 def kl_estimate(
@@ -23,11 +23,6 @@ def kl_estimate(
         k1   -d               unbiased; as a loss its expected gradient is 0
         k2   d^2 / 2          biased; as a loss its gradient is that of the KL
         k3   exp(d) - 1 - d   unbiased, never negative; as a loss biased
-        abs  |d|              a distance, not a KL
-
-    ``k1_straight`` and ``k3_straight`` have the value of ``k1`` and ``k3``, and the gradient of
-    ``k2``, which passes straight through: the value is unbiased, and so is the gradient where the
-    policy itself drew the tokens (https://arxiv.org/abs/2510.01555).
 
     Above ``d =`` :data:`LOG_RATIO_BOUND`, ``k3`` continues as its tangent there. It stays finite,
     and as a loss it keeps pulling the policy towards ``other`` with the slope
@@ -48,20 +43,6 @@ def kl_estimate(
             bounded = torch.expm1(held_between(difference, high=LOG_RATIO_BOUND))
             beyond = math.exp(LOG_RATIO_BOUND) * torch.relu(difference - LOG_RATIO_BOUND)
             return bounded + beyond - difference
-        case "abs":
-            return difference.abs()
-        case "k1_straight":
-            return _straight_through(logprobs, other_logprobs, "k1")
-        case "k3_straight":
-            return _straight_through(logprobs, other_logprobs, "k3")
-
-
-def _straight_through(
-    logprobs: torch.Tensor, other_logprobs: torch.Tensor, value: KLEstimator
-) -> torch.Tensor:
-    gradient = kl_estimate(logprobs, other_logprobs, "k2")
-    # The difference of the two is exactly 0, and has the gradient of k2.
-    return kl_estimate(logprobs, other_logprobs, value).detach() + (gradient - gradient.detach())
 
 
 def sample_kl_sums(

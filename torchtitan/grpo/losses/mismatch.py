@@ -8,7 +8,6 @@ token is therefore weighted by the bounded ratio of its probabilities in trainer
 whole sequences that are too far from the policy that sampled them are left out.
 """
 
-import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -29,13 +28,12 @@ class MismatchWeights:
     """Weights of the policy loss, and tokens that the correction changed: detached [rows, seq].
 
     Attributes:
-        weights: float, 0 where not trained, masked, vetoed, rejected or off-policy.
+        weights: float, 0 where not trained, masked, rejected or off-policy.
         ratios: float, for the effective sample size: the weights, or the uncorrected ratios if
             there is no correction.
         capped: bool, trained tokens whose ratio was clamped to a bound.
         masked: bool, all trained tokens that are left out, for whatever reason.
-        vetoed: bool, trained tokens of sequences that the veto left out.
-        rejected: bool, the same for :func:`rejected_sequences`.
+        rejected: bool, trained tokens of sequences that :func:`rejected_sequences` left out.
         off_policy: bool, the same for off-policy masking.
     """
 
@@ -43,7 +41,6 @@ class MismatchWeights:
     ratios: torch.Tensor
     capped: torch.Tensor
     masked: torch.Tensor
-    vetoed: torch.Tensor
     rejected: torch.Tensor
     off_policy: torch.Tensor
 
@@ -73,9 +70,8 @@ def mismatch_weights(
         truncate   min(max(r, importance_floor), importance_cap)              TIS
         mask       r where importance_floor <= r <= importance_cap, else 0    MIS; IcePop per token
 
-    A sequence with a trained token whose own ratio is below ``mismatch_veto`` gets weight 0 under
-    every correction, and so does one that :func:`rejected_sequences` finds. Truncation is from
-    IMPALA (https://arxiv.org/abs/1802.01561), masking from IcePop
+    A sequence that :func:`rejected_sequences` finds gets weight 0 under every correction.
+    Truncation is from IMPALA (https://arxiv.org/abs/1802.01561), masking from IcePop
     (https://arxiv.org/abs/2510.18855).
 
     All tensors are [rows, seq], with anything at untrained tokens. The proximal logprobs are the
@@ -90,13 +86,8 @@ def mismatch_weights(
     nowhere = torch.zeros_like(outside)
     if correction == "truncate":
         r = r.clamp(config.importance_floor, config.importance_cap)
-    vetoed = nowhere
-    if config.mismatch_veto > 0 and not on_sampling:
-        below = loss_mask & (log_ratio < math.log(config.mismatch_veto))
-        culprits = sequence_sums(below.to(log_ratio.dtype), sequence_ids)
-        vetoed = loss_mask & (spread(culprits, sequence_ids) > 0)
     rejected = rejected_sequences(log_ratio, loss_mask, sequence_ids, config)
-    masked = (outside if correction == "mask" else nowhere) | vetoed | rejected
+    masked = (outside if correction == "mask" else nowhere) | rejected
     kept = loss_mask & ~masked
     ratios = torch.where(kept, r, 0.0)
     return MismatchWeights(
@@ -104,7 +95,6 @@ def mismatch_weights(
         ratios=ratios,
         capped=outside & kept if correction == "truncate" else nowhere,
         masked=masked,
-        vetoed=vetoed,
         rejected=rejected,
         off_policy=nowhere,
     )
@@ -187,7 +177,6 @@ def mismatch_metrics(
         "mismatch/effective_sample_size": Metric("effective_size", effective_size),
         "mismatch/capped_fraction": mean_metric(mismatch.capped.sum(), num_tokens),
         "mismatch/masked_fraction": mean_metric(mismatch.masked.sum(), num_tokens),
-        "mismatch/vetoed_fraction": mean_metric(num_sequences(mismatch.vetoed), num_trained),
         "mismatch/rejected_fraction": mean_metric(num_sequences(mismatch.rejected), num_trained),
         "mismatch/off_policy_fraction": mean_metric(
             num_sequences(mismatch.off_policy), num_trained

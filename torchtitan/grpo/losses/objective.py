@@ -38,7 +38,7 @@ from torchtitan.grpo.losses.mismatch import (
     off_policy_sequences,
 )
 from torchtitan.grpo.losses.policy_function import example_inputs, policy_function
-from torchtitan.grpo.losses.policy_terms import CLIPPED, DUAL_CLIPPED, PolicyInputs, PolicyTerm
+from torchtitan.grpo.losses.policy_terms import CLIPPED, PolicyInputs, PolicyTerm
 
 
 def negative_log_likelihood(logprobs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -63,7 +63,7 @@ class LossInputs(PolicyInputs):
 
     Attributes:
         ref_logprobs: float, of the reference model; None without one.
-        loss_weights: float, see ``aggregation.py``.
+        loss_weights: float, see `advantages.py`.
         ptx_weights: float, above 0 on mixed-in supervised tokens and 0 elsewhere.
         teacher_top: The teacher's most likely tokens; None without ``teacher.top_k``.
     """
@@ -208,8 +208,7 @@ def _mismatch(clean: LossInputs, config: GRPO) -> MismatchWeights:
 def _term_metrics(
     term: PolicyTerm, loss_mask: torch.Tensor, taken: Mapping[str, Metric]
 ) -> dict[str, Metric]:
-    nowhere = TokenMetric(torch.zeros_like(loss_mask), "mean")
-    metrics = {CLIPPED: nowhere, DUAL_CLIPPED: nowhere} | term.metrics
+    metrics = {CLIPPED: TokenMetric(torch.zeros_like(loss_mask), "mean")} | term.metrics
     for name in metrics:
         if name in taken:
             raise ValueError(

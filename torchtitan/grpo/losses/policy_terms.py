@@ -59,11 +59,7 @@ class PolicyTerm:
 PolicyFunction = Callable[..., PolicyTerm]
 """``(inputs: PolicyInputs, config: GRPO, **grpo.policy_loss_options) -> PolicyTerm``"""
 
-SAPO_TEMPERATURE, SAPO_TEMPERATURE_NEGATIVE = 1.0, 1.05
-"""Temperatures of SAPO's gate for advantages above 0, and for others. The paper's second is higher,
-because negative advantages make training less stable."""
-
-CLIPPED, DUAL_CLIPPED = "loss/clipped_fraction", "loss/dual_clipped_fraction"
+CLIPPED = "loss/clipped_fraction"
 
 
 def clipped_surrogate(inputs: PolicyInputs, config: GRPO) -> PolicyTerm:
@@ -71,8 +67,7 @@ def clipped_surrogate(inputs: PolicyInputs, config: GRPO) -> PolicyTerm:
 
     ``loss = -min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A)``: GRPO
     (https://arxiv.org/abs/2402.03300) with DAPO's separate bounds
-    (https://arxiv.org/abs/2503.14476). With ``dual_clip = c``, a token with ``A < 0`` loses at most
-    ``-c * A`` (https://arxiv.org/abs/1912.09729).
+    (https://arxiv.org/abs/2503.14476).
     """
     return _clipped(ratio(inputs.logprobs - inputs.old_logprobs), inputs.advantages, config)
 
@@ -110,53 +105,11 @@ def reinforce(inputs: PolicyInputs, config: GRPO) -> PolicyTerm:
     return PolicyTerm(-inputs.advantages * inputs.logprobs)
 
 
-def sapo(inputs: PolicyInputs, config: GRPO) -> PolicyTerm:
-    """Replaces the clip by a gate that takes the gradient away smoothly as the ratio leaves 1.
-
-    ``loss = -4 / t * sigmoid(t * (r - 1)) * A``, with the ratio ``r`` of the token and the
-    temperature ``t`` of the sign of ``A``: SAPO (https://arxiv.org/abs/2511.20347). At ``r = 1``
-    the gradient is that of the ratio itself.
-    """
-    r = ratio(inputs.logprobs - inputs.old_logprobs)
-    temperature = torch.full_like(r, SAPO_TEMPERATURE).where(
-        inputs.advantages > 0, SAPO_TEMPERATURE_NEGATIVE
-    )
-    gate = torch.sigmoid(temperature * (r - 1)) * (4 / temperature)
-    return PolicyTerm(-gate * inputs.advantages)
-
-
-def gmpo(inputs: PolicyInputs, config: GRPO) -> PolicyTerm:
-    """Takes the geometric mean of clipped ratios over the sequence.
-
-    ::
-
-        loss = -exp(mean over trained tokens of l) * A
-        l = min(log r, clip_high) where A > 0, max(log r, -clip_low) where A <= 0
-
-    GMPO (https://arxiv.org/abs/2507.20673), whose minimum leaves one bound for each sign of the
-    advantage. As in :func:`gspo`, each token passes its own gradient, scaled by the mean.
-    """
-    log_ratio = inputs.logprobs - inputs.old_logprobs
-    is_good = inputs.advantages > 0
-    held = torch.where(
-        is_good,
-        held_between(log_ratio, high=config.clip_high),
-        held_between(log_ratio, low=-config.clip_low),
-    )
-    mean = sequence_means(held.detach(), inputs.loss_mask, inputs.sequence_ids)
-    # Exactly 0, with the gradient of the token's logprob where it is not clipped.
-    carrier = held - held.detach()
-    losses = -ratio(mean + carrier) * inputs.advantages
-    return PolicyTerm(losses, {CLIPPED: TokenMetric(held != log_ratio, "mean")})
-
-
 BUILTIN: dict[str, PolicyFunction] = {
     "clip": clipped_surrogate,
     "gspo": gspo,
     "cispo": cispo,
     "reinforce": reinforce,
-    "sapo": sapo,
-    "gmpo": gmpo,
 }
 """Policy terms by their names in ``grpo.policy_loss``."""
 
@@ -164,14 +117,4 @@ BUILTIN: dict[str, PolicyFunction] = {
 def _clipped(r: torch.Tensor, advantages: torch.Tensor, config: GRPO) -> PolicyTerm:
     free = -r * advantages
     held = -held_between(r, 1 - config.clip_low, 1 + config.clip_high) * advantages
-    losses = torch.maximum(free, held)
-    dual_clipped = torch.zeros_like(held > free)
-    if config.dual_clip > 0:
-        bound = -config.dual_clip * advantages
-        dual_clipped = (advantages < 0) & (losses > bound)
-        losses = torch.where(dual_clipped, bound, losses)
-    metrics = {
-        CLIPPED: TokenMetric(held > free, "mean"),
-        DUAL_CLIPPED: TokenMetric(dual_clipped, "mean"),
-    }
-    return PolicyTerm(losses, metrics)
+    return PolicyTerm(torch.maximum(free, held), {CLIPPED: TokenMetric(held > free, "mean")})

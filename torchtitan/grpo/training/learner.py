@@ -29,7 +29,7 @@ class GradientParts:
     """Adds the gradients of parts up to the gradient of one optimizer step.
 
     A part's loss weights are normalized over that part, so the gradient of the step is the mean
-    over parts, weighted by mass (`losses/aggregation.py`)::
+    over parts, weighted by mass (`losses/advantages.py`)::
 
         gradient = sum over parts of  mass / total mass * gradient of the part
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from torchtitan.grpo.config import GRPO
-from torchtitan.grpo.losses.aggregation import token_weights
+from torchtitan.grpo.losses.advantages import token_weights
 from torchtitan.grpo.losses.distillation import TopLogprobs
 from torchtitan.grpo.losses.loss_metrics import Metric, MetricTotals
 from torchtitan.grpo.losses.objective import (
@@ -87,14 +87,7 @@ def _kl(policy: torch.Tensor, other: torch.Tensor, estimator: str) -> torch.Tens
         "k1": -torch.log(r),
         "k2": torch.log(r) ** 2 / 2,
         "k3": r - 1 - torch.log(r),
-        "abs": torch.abs(torch.log(r)),
-        "k1_straight": (-torch.log(r)).detach() + _gradient_of(torch.log(r) ** 2 / 2),
-        "k3_straight": (r - 1 - torch.log(r)).detach() + _gradient_of(torch.log(r) ** 2 / 2),
     }[estimator]
-
-
-def _gradient_of(x: torch.Tensor) -> torch.Tensor:
-    return x - x.detach()
 
 
 def _mismatch(sequence: Sequence, config: GRPO) -> tuple[list[float], list[float], dict]:
@@ -112,8 +105,7 @@ def _mismatch(sequence: Sequence, config: GRPO) -> tuple[list[float], list[float
     low, high = config.importance_floor, config.importance_cap
     mode = "none" if on_sampling else config.mismatch_correction
     outside = [r < low or r > high for r in ratios]
-    vetoed = not on_sampling and min(tokens) < config.mismatch_veto
-    counts = {"capped": 0, "masked": 0, "vetoed": int(vetoed), "rejected": 0, "off_policy": 0}
+    counts = {"capped": 0, "masked": 0, "rejected": 0, "off_policy": 0}
     if mode == "truncate":
         ratios = [min(max(r, low), high) for r in ratios]
         counts["capped"] = sum(outside)
@@ -121,9 +113,6 @@ def _mismatch(sequence: Sequence, config: GRPO) -> tuple[list[float], list[float
         ratios = [0.0 if out else r for r, out in zip(ratios, outside, strict=True)]
         counts["masked"] = sum(outside)
     weights = [1.0] * n if mode == "none" else ratios
-    if vetoed:
-        ratios, weights = [0.0] * n, [0.0] * n
-        counts |= {"capped": 0, "masked": n}
     divergence, bound = sum(r - 1 - math.log(r) for r in tokens) / n, config.mismatch_max_k3
     counts["rejected"] = int(0 < bound < divergence)
     threshold = config.off_policy_mask_threshold
@@ -137,12 +126,12 @@ def _mismatch(sequence: Sequence, config: GRPO) -> tuple[list[float], list[float
 
 def _policy(
     sequence: Sequence, config: GRPO, constant_weight: bool
-) -> tuple[list[torch.Tensor], int, int]:
-    """Token losses, and how many were clipped and dual-clipped."""
+) -> tuple[list[torch.Tensor], int]:
+    """Token losses, and how many were clipped."""
     a, low, high = sequence.advantage, 1 - config.clip_low, 1 + config.clip_high
     logprobs = sequence.logprobs
     base = sequence.generator if config.old_policy == "sampling" else sequence.old
-    losses, clipped, dual_clipped = [], 0, 0
+    losses, clipped = [], 0
     for t in range(sequence.num_tokens):
         if config.policy_loss == "reinforce":
             losses.append(-a * logprobs[t])
@@ -153,20 +142,6 @@ def _policy(
             clipped += weight != r.item()
             losses.append(-weight * a * logprobs[t])
             continue
-        if config.policy_loss == "sapo":
-            tau = 1.0 if a > 0 else 1.05
-            losses.append(-4 / tau / (1 + torch.exp(-tau * (r - 1))) * a)
-            continue
-        if config.policy_loss == "gmpo":
-            logs = logprobs - base
-            held = [min(x, config.clip_high) if a > 0 else max(x, -config.clip_low) for x in logs]
-            held = [torch.as_tensor(x, dtype=logs.dtype) for x in held]
-            clipped += held[t].item() != logs[t].item()
-            mean = torch.exp(sum(held) / len(held))
-            if not constant_weight:
-                mean = mean.detach() * torch.exp(_gradient_of(held[t]))
-            losses.append(-mean * a)
-            continue
         if config.policy_loss == "gspo":
             r = torch.exp((logprobs - base).sum() / sequence.num_tokens)
             if not constant_weight:  # GSPO-token, equation 14 of the paper
@@ -174,10 +149,8 @@ def _policy(
         gain = r * a
         if (r > high and a > 0) or (r < low and a < 0):
             gain, clipped = (high if a > 0 else low) * a + 0 * r, clipped + 1
-        if config.dual_clip and a < 0 and gain < config.dual_clip * a:
-            gain, dual_clipped = config.dual_clip * a + 0 * r, dual_clipped + 1
         losses.append(-gain)
-    return losses, clipped, dual_clipped
+    return losses, clipped
 
 
 def reference(sequences: list[Sequence], config: GRPO) -> tuple[torch.Tensor, dict[str, float]]:
@@ -189,7 +162,7 @@ def reference(sequences: list[Sequence], config: GRPO) -> tuple[torch.Tensor, di
     mismatch_kl = approx_kl = nll = reference_kl = 0.0
     for s in rollouts:
         weights, observed, mismatch_counts = _mismatch(s, config)
-        losses, clipped, dual_clipped = _policy(s, config, len(set(weights)) == 1)
+        losses, clipped = _policy(s, config, len(set(weights)) == 1)
         policy.append([w * loss for w, loss in zip(weights, losses, strict=True)])
         penalty = _kl(s.logprobs, s.ref, config.kl_estimator)
         reference_kl += penalty.sum().item()
@@ -198,7 +171,6 @@ def reference(sequences: list[Sequence], config: GRPO) -> tuple[torch.Tensor, di
         ratios += observed
         for name, count in (mismatch_counts | {"clipped": clipped}).items():
             counts[name] += count
-        counts["dual_clipped"] += dual_clipped
         on_sampling = config.old_policy == "sampling"
         new = s.logprobs.detach()
         proximal, base = (new, s.generator) if on_sampling else (s.old, s.old)
@@ -220,12 +192,10 @@ def reference(sequences: list[Sequence], config: GRPO) -> tuple[torch.Tensor, di
         "loss/ptx": ptx_loss.item(),
         "loss/reference_kl": reference_kl / n,
         "loss/clipped_fraction": counts["clipped"] / n,
-        "loss/dual_clipped_fraction": counts["dual_clipped"] / n,
         "mismatch/kl": mismatch_kl / n,
         "mismatch/effective_sample_size": sum(ratios) ** 2 / (n * sum(r * r for r in ratios)),
         "mismatch/capped_fraction": counts["capped"] / n,
         "mismatch/masked_fraction": counts["masked"] / n,
-        "mismatch/vetoed_fraction": counts["vetoed"] / len(rollouts),
         "mismatch/rejected_fraction": counts["rejected"] / len(rollouts),
         "mismatch/off_policy_fraction": counts["off_policy"] / len(rollouts),
         "policy/nll": nll / n,

@@ -11,8 +11,8 @@ from torchtitan.grpo.losses.advantages import (
     informative_samples,
     num_equal_groups,
     shape_rewards,
+    token_weights,
 )
-from torchtitan.grpo.losses.aggregation import token_weights
 
 # Groups out of order: 7 has rewards 1, 3 (mean 2), 3 has 0, 0, 3 (mean 1).
 REWARDS = np.array([1.0, 0.0, 3.0, 0.0, 3.0])
@@ -38,9 +38,6 @@ R2, R3 = math.sqrt(2), math.sqrt(3)
         ({"kind": "group_mean"}, [-1, -1, 1, -1, 2]),
         # Less the mean of the others: 1 - 3, 0 - 1.5, 3 - 1, 0 - 1.5, 3 - 0.
         ({"kind": "leave_one_out"}, [-2, -1.5, 2, -1.5, 3]),
-        ({"kind": "leave_one_out_norm"}, [-2 / R2, -1.5 / R3, 2 / R2, -1.5 / R3, 3 / R3]),
-        ({"kind": "leave_one_out_norm", "eps": 1.0},
-         [-2 / (R2 + 1), -1.5 / (R3 + 1), 2 / (R2 + 1), -1.5 / (R3 + 1), 3 / (R3 + 1)]),
         # Squares of the centered rewards sum to 1 + 1 + 1 + 1 + 4 = 8: over 4.
         ({"kind": "batch_norm"}, np.array([-1, -1, 1, -1, 2]) / R2),
         # Means 2 and 1; eps is added to the mean.

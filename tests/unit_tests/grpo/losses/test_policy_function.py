@@ -75,8 +75,8 @@ def path(tmp_path: Path):
 
 
 def test_a_loss_of_ones_own_is_treated_like_a_built_in_one(lab, path):
-    own = GRPO(policy_loss=path("clip"), mismatch_veto=0.4)
-    built_in = GRPO(policy_loss="clip", mismatch_veto=0.4)
+    own = GRPO(policy_loss=path("clip"), mismatch_max_k3=0.4)
+    built_in = GRPO(policy_loss="clip", mismatch_max_k3=0.4)
     check_policy_function(own)
     results = []
     for config in (own, built_in):
@@ -114,7 +114,7 @@ MISTAKES = {
     "misspelt": r"with AttributeError: .*no attribute 'logprob'",
     "raising": r"failed on an example with ValueError: not today",
     "no_such": r"has no 'no_such'\. It has bare, clip",
-    "clop": r"'clop' must be .*cispo, clip, gmpo, gspo",
+    "clop": r"'clop' must be .*cispo, clip, gspo",
     "total": r"'loss/total', which is the name of a metric of every",
     "elsewhere": r"must begin with 'loss/', got 'policy/mine'",
     "unnamed": r"must begin with 'loss/', got 'loss/'",

@@ -12,19 +12,17 @@ from torchtitan.grpo.losses.objective import objective
 
 CONFIGS = st.builds(
     GRPO,
-    policy_loss=st.sampled_from(["clip", "gspo", "cispo", "reinforce", "sapo", "gmpo"]),
-    dual_clip=st.sampled_from([0.0, 1.5]),
+    policy_loss=st.sampled_from(["clip", "gspo", "cispo", "reinforce"]),
     aggregation=st.sampled_from(["token_mean", "sequence_mean", "constant_length"]),
     old_policy=st.sampled_from(["step_start", "sampling"]),
     mismatch_correction=st.sampled_from(["none", "truncate", "mask"]),
     mismatch_level=st.sampled_from(["token", "sequence", "geometric"]),
     importance_cap=st.sampled_from([1.2, 2.0]),
     importance_floor=st.sampled_from([0.0, 0.7]),
-    mismatch_veto=st.sampled_from([0.0, 0.5]),
     mismatch_max_k3=st.sampled_from([0.0, 0.3]),
     off_policy_mask_threshold=st.sampled_from([0.0, 0.2]),
     kl_coef=st.sampled_from([0.0, 0.1]),
-    kl_estimator=st.sampled_from(["k1", "k2", "k3", "abs", "k1_straight", "k3_straight"]),
+    kl_estimator=st.sampled_from(["k1", "k2", "k3"]),
     entropy_coef=st.sampled_from([0.0, 0.01]),
 )
 NUM_SEQUENCES = 9
@@ -65,7 +63,7 @@ def test_no_layout_changes_loss_gradients_or_metrics(lab, config, layout, seed):
     assert other_metrics == pytest.approx(metrics, rel=1e-10, abs=1e-13)
 
 
-KINDS = ["group_norm", "group_mean", "leave_one_out", "leave_one_out_norm", "batch_norm"]
+KINDS = ["group_norm", "group_mean", "leave_one_out", "batch_norm"]
 ADVANTAGES = st.fixed_dictionaries(
     {
         "kind": st.sampled_from(KINDS),

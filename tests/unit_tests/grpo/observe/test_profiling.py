@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchtitan.grpo.config.job_config import JobConfig
-from torchtitan.grpo.config_checks.observe import check_profiling
+from torchtitan.grpo.config_checks.trainer import check_profiling
 from torchtitan.grpo.observe.profiling import StepClock, profilers
 from torchtitan.grpo.run_folder.replacing import move_aside
 

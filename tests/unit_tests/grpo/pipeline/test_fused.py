@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from torchtitan.grpo.config.critic import Critic
+from torchtitan.grpo.config.grpo import Critic
 from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.pipeline.schedules import LAYER_SCHEDULES, SCHEDULES
 from torchtitan.grpo.pipeline.stages import trains_together

@@ -14,16 +14,12 @@ from typing import Any
 
 from torchtitan.grpo.commands.forecast.search import Plan, Split, Spread, counted, spread
 from torchtitan.grpo.commands.forecast.system import System
-from torchtitan.grpo.config import Reward
 from torchtitan.grpo.config.cluster import count_servers, lent_groups, server_groups
 from torchtitan.grpo.config.command_line import ConfigError
 from torchtitan.grpo.config.environments import environments_of
 from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.config_checks import environments, lending, ranges, rollouts, servers
 from torchtitan.grpo.inference.urls import named_urls
-from torchtitan.grpo.rewards.reward_calls import LoadedFunction
-from torchtitan.grpo.rewards.reward_loading import JUDGE, load_function
-from torchtitan.grpo.rewards.scoring_worker import default_concurrency
 from torchtitan.grpo.start.train import ranks_of_layout
 
 _CHECKS = (
@@ -47,13 +43,6 @@ def split_of(config: JobConfig, num_ranks: int, registered: int = 1) -> Split:
     lent = count_servers(lent_groups(config))
     number = count_servers(server_groups(config)) or len(named_urls(config.inference))
     return Split(num_ranks, (number or registered) - lent, lent)
-
-
-def reward_places(reward: Reward) -> int:
-    """How many groups all workers score at a time. ValueError if a function cannot be loaded."""
-    names = [name for name in reward.functions if name != JUDGE]  # which is async
-    functions = (LoadedFunction(name, load_function(name)) for name in names)
-    return reward.num_workers * (reward.concurrency or default_concurrency(functions)[1])
 
 
 @dataclass(frozen=True)
@@ -92,9 +81,7 @@ def allowed(
         except ConfigError:
             continue
         if decides(config, change.split):
-            places = reward_places(config.reward) if plan.system.costs.reward else 1
-            system = plan.on(change.split)
-            yield change, replace(system, rollout=config.rollout, reward_places=places)
+            yield change, replace(plan.on(change.split), rollout=config.rollout)
 
 
 def decides(config: JobConfig, split: Split) -> bool:
@@ -110,15 +97,10 @@ def changes(plan: Plan, config: JobConfig) -> Iterator[Change]:
     yield Change({"rollout.max_concurrent_rollouts": 2 * rollout.max_concurrent_rollouts}, split)
     if not rollout.stream and config.grpo.prompts_per_step > 1:
         yield Change({"rollout.stream": True}, split)
-    if plan.system.costs.reward:
-        workers, places = config.reward.num_workers, plan.system.reward_places
-        yield Change({"reward.num_workers": 2 * workers}, split, "needs more cores")
-        side_by_side = {"reward.concurrency": 2 * places // workers}
-        yield Change(side_by_side, split, "if functions wait more than they compute")
     if split.num_servers:
         more = moved(plan, config, replace(split, num_servers=split.num_servers + 1))
         text = "" if config.inference.launch else "one more server"
-        yield replace(more, more=text, note=f"needs more {plan.noun}: {plan.server_devices}")
+        yield replace(more, more=text, note=f"needs more devices: {plan.server_devices}")
     if not split.num_lent:
         yield from lendings(plan, config, split)
 

@@ -4,7 +4,6 @@
 """``torchtitan-grpo plan X.toml [--from RUN] [--devices N] [--table.key value ...]``."""
 
 import argparse
-import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -21,7 +20,6 @@ from torchtitan.grpo.commands.forecast.changes import (
     lendings,
     moved,
     recommended,
-    reward_places,
     split_of,
 )
 from torchtitan.grpo.commands.forecast.hardware import (
@@ -37,7 +35,6 @@ from torchtitan.grpo.commands.forecast.search import (
     Split,
     Spread,
     counted,
-    fitted_reward,
     smallest_split,
     spread,
 )
@@ -66,7 +63,7 @@ def options() -> argparse.ArgumentParser:
     add("--device-class", choices=DEVICES, default="h100", help=text)
     text = "mean length of completions as a part of rollout.max_new_tokens, without --from"
     add("--mean-length", type=number(0, 1), default=0.5, metavar="PART", help=text)
-    text = "time to score a group, without the wait for a worker (default: that of --from, or 0)"
+    text = "time from the end of a group to its rewards (default: that of --from, or 0)"
     add("--reward-seconds", type=number(0, 86_400), help=text)
     text = "number of simulated runs (default: 4)"
     add("--seeds", type=whole(2, 1000), default=4, help=text)
@@ -155,14 +152,10 @@ def _lines(facts: _Given) -> Iterator[str]:
         split = split_of(measured.config, measured.num_ranks, measured.num_servers)
         with refusing():
             own = _make_plan(replace(facts, config=measured.config, split=split)).system
-        if facts.options.reward_seconds is None:
-            facts.options.reward_seconds = fitted_reward(own, own.costs.reward)
-            own = replace(own, costs=replace(own.costs, reward=facts.options.reward_seconds))
         had, simulated = measured.samples_per_second, spread(own, seeds).mean("samples_per_second")
         off = abs(had / simulated - 1)
         error = f"and the {100 * off:.1f} % between the run and its own simulation"
-        cores = f", which share {counted(measured.cores, 'core')}" if measured.cores else ""
-        yield f"What {facts.options.run} had, with {_describe(split)}{cores}"
+        yield f"What {facts.options.run} had, with {_describe(split)}"
         yield f"  {had:.4g} samples a second, and {simulated:.4g} when it is simulated"
         yield f"  {100 * measured.waited:.0f} % of the time waiting for rollouts\n"
         if off > _TRUSTED:
@@ -188,12 +181,9 @@ def _lines(facts: _Given) -> Iterator[str]:
         note = f"  ({change.note})" if change.note else ""
         yield f"    {100 * (gain - 1):+6.1f} % +- {100 * own_error:.1f}  {change.name}{note}"
     devices = facts.options.devices or max(made.num_devices, made.fewest_devices)
-    yield f"\nThe best split of {devices:,} {made.noun}"
+    yield f"\nThe best split of {devices:,} devices"
     with refusing():
         yield from (f"  {line}" for line in _describe_split(facts, made, devices))
-    if facts.measured is None:
-        yield f"\nMemory, on {facts.options.device_class.upper()}"
-        yield from (f"  {line}" for line in _describe_memory(facts, made.system))
 
 
 def _make_plan(facts: _Given) -> Plan:
@@ -221,9 +211,7 @@ def _make_plan(facts: _Given) -> Plan:
     reward = costs.reward if (given := facts.options.reward_seconds) is None else given
     system = System(
         config.grpo, rollout, replace(costs, reward=reward), lengths, old.num_servers, old.num_lent, places,
-        prompt_tokens, config.training.seq_len if config.prompts.share_contexts else 0,
-        reward_places=reward_places(config.reward) if reward else 1, dropped=dropped,
-        num_ranks=old.num_ranks, cores=measured.cores if measured else 0,
+        prompt_tokens, config.training.seq_len if config.prompts.share_contexts else 0, dropped,
     )  # fmt: skip
     row = config.training.seq_len * config.training.local_batch_size
     made = Plan(system, old, unit, facts.server_devices, row)
@@ -250,12 +238,14 @@ def _describe_costs(facts: _Given, system: System) -> Iterator[str]:
     )
     yield (
         f"  training: {1e6 * costs.train_token:.3g} us for a token, and {costs.train:.3g} s for a step; a push "
-        f"takes {costs.push:.3g} s, and the reward of a group {costs.reward:.3g} s ({system.reward_places} at once)"
+        f"takes {costs.push:.3g} s, and the reward of a group {costs.reward:.3g} s"
     )
     yield (
         f"  lengths: {system.prompt_tokens:.0f} tokens of a prompt and {system.mean_tokens:.0f} of a "
         f"completion on average, {'measured' if measured else 'assumed (--mean-length)'}"
     )
+    if system.max_running:
+        yield f"  the cache of a server: {system.max_running:,} completions at once"
     assumed = measured.assumed if measured else LENDING
     told = {name: "assumed" if name in assumed else "measured" for name in LENDING}
     yield (
@@ -293,10 +283,9 @@ def _describe_split(facts: _Given, made: Plan, num_devices: int) -> Iterator[str
     system, used = made.on(split), replace(made, split=split).num_devices
     yield f"{_describe(split)}: {rate:.4g} samples a second"
     if num_devices - used >= min(made.unit, made.server_devices):
-        slow = ", or scoring too slow (raise reward.num_workers)" if system.costs.reward else ""
         yield (
-            f"{num_devices:,} {made.noun} are no more than {100 * TOLERANCE:g} % faster than {used:,}: a batch of "
-            f"{system.batch_completions:,} samples is too small for more (raise grpo.prompts_per_step){slow}"
+            f"{num_devices:,} devices are no more than {100 * TOLERANCE:g} % faster than {used:,}: a batch of "
+            f"{system.batch_completions:,} samples is too small for more (raise grpo.prompts_per_step)"
         )
     change = moved(made, facts.config, split)
     if not decides(facts.read(change.words), split):
@@ -311,21 +300,3 @@ def _describe_split(facts: _Given, made: Plan, num_devices: int) -> Iterator[str
     found = allowed(made, facts.read, lendings(made, facts.config, split))
     for change, gain, error in compare(found, runs):
         yield f"{change.name} ({change.note}): {100 * (gain - 1):+.1f} % +- {100 * error:.1f}"
-
-
-def _describe_memory(facts: _Given, system: System) -> Iterator[str]:
-    """Imports torch, which takes seconds, and a third more if garbage is collected meanwhile."""
-    gc.disable()
-    from torchtitan.grpo.commands.forecast.memory import judge_memory
-    from torchtitan.grpo.observe.console import init_console
-
-    gc.freeze()  # also at the end of the process
-    gc.enable()
-    init_console("error", is_rank_zero=True)
-    sizes = {"device_bytes": facts.device_bytes, "server_bytes": facts.server_bytes}
-    yield from judge_memory(facts.config, facts.split, **sizes)
-    if facts.split.num_servers:  # lent ones have what training leaves
-        tokens = system.prompt_tokens + system.mean_tokens
-        places = cache_places(facts.model, facts.server_bytes, tokens)
-        wanted = -(-system.rollout.max_concurrent_rollouts // facts.split.all_servers)
-        yield f"a server's cache: {places:,} completions at once, of {wanted:,} wanted"

@@ -5,7 +5,6 @@
 
 import json
 import math
-import os
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -39,10 +38,9 @@ _PROPORTIONAL = "depends on its tokens: all of it is taken as proportional to th
 class Measured:
     """``num_ranks`` and ``num_servers`` are those with which ``costs`` were measured.
 
-    ``waited`` is the part of the time in which training waited for rollouts, ``waits`` that in which
-    these waited for rewards and episodes, and ``cores`` how many cores all processes share, or 0 if each
-    has a GPU. The reward in ``costs`` includes the wait for a worker. ``assumed`` names the costs of
-    lending that the run does not tell, and ``doubts`` are sentences on what else it does not tell.
+    ``waited`` is the part of the time in which training waited for rollouts, and ``waits`` that in which
+    these waited for rewards and episodes. ``assumed`` names the costs of lending that the run does not
+    tell, and ``doubts`` are sentences on what else it does not tell.
     """
 
     config: JobConfig
@@ -58,7 +56,6 @@ class Measured:
     samples_per_second: float
     waited: float
     waits: dict[str, float]
-    cores: int
 
 
 def read_run(folder: Path) -> Measured:
@@ -98,7 +95,6 @@ def read_run(folder: Path) -> Measured:
             "rewards": _median(used, "rollout/wait_rewards_fraction"),
             "episodes": _median(used, "rollout/wait_episodes_fraction"),
         },
-        cores=0 if environment.get("devices", True) else os.cpu_count() or 1,
     )  # fmt: skip
 
 

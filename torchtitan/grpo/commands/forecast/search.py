@@ -9,7 +9,6 @@ them are known better than each of them.
 
 import math
 import statistics
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -19,7 +18,6 @@ from torchtitan.grpo.commands.forecast.system import System, scaled
 
 _BATCHES, _SEARCH_BATCHES = 12, 8
 _COARSE = 8  # splits that are tried first
-_PARTS = 4096  # of the time to rewards, one of which is the time to score
 TOLERANCE = 0.01
 """Part of the best rate that fewer devices may lack."""
 
@@ -32,11 +30,7 @@ def simulate(system: System, seed: int = 0, num_batches: int = _BATCHES) -> Outc
     """Simulates a system, a large one in reduced form. Equal arguments give equal results."""
     small, factor = scaled(system)
     kind = LendingSimulation if small.num_lent else Simulation
-    outcome = kind(small, seed).run(num_batches, factor)
-    busy = outcome.trained * system.num_ranks + outcome.busy * system.num_servers
-    slower = max(1.0, busy / system.cores) if system.cores else 1.0
-    seconds, rate = outcome.step_seconds * slower, outcome.samples_per_second / slower
-    return replace(outcome, step_seconds=seconds, samples_per_second=rate)
+    return kind(small, seed).run(num_batches, factor)
 
 
 @dataclass(frozen=True)
@@ -75,11 +69,6 @@ class Plan:
         return self.split.num_ranks + self.split.num_servers * self.server_devices
 
     @property
-    def noun(self) -> str:
-        """What a rank has, and a server: of processes that share cores, none has a device."""
-        return "processes" if self.system.cores else "devices"
-
-    @property
     def fewest_devices(self) -> int:
         """Of any split without lending."""
         return self.unit + self.server_devices
@@ -104,7 +93,7 @@ class Plan:
             transfer=costs.transfer * slower,
         )
         rollout = replace(system.rollout, max_concurrent_rollouts=in_flight)
-        numbers = {name: getattr(split, name) for name in ("num_ranks", "num_servers", "num_lent")}
+        numbers = {"num_servers": split.num_servers, "num_lent": split.num_lent}
         return replace(system, costs=costs, rollout=rollout, **numbers)
 
     def _useful(self, num_ranks: int) -> int:
@@ -140,16 +129,6 @@ class Spread:
 
 def spread(system: System, seeds: int) -> Spread:
     return Spread([simulate(system, seed) for seed in range(seeds)], system.off)
-
-
-def fitted_reward(system: System, seconds: float) -> float:
-    """Returns the time to score a group with which rewards take ``seconds``, with the wait for a worker."""
-
-    def scoring(part: int) -> float:
-        costs = replace(system.costs, reward=seconds * part / _PARTS)
-        return simulate(replace(system, costs=costs), 0, _SEARCH_BATCHES).scoring_seconds
-
-    return seconds * bisect_left(range(_PARTS), seconds, key=scoring) / _PARTS
 
 
 def best_split(plan: Plan, num_devices: int, enough: float = math.inf) -> tuple[Split, float]:

@@ -36,8 +36,7 @@ class Outcome:
     ``trained``, ``waited``, ``pushed`` and ``lent`` are fractions of the training devices' time, where
     ``lent`` is from the decision to lend them until they are back. ``busy`` is the fraction of the time
     in which servers with their own hardware generate, and ``lent_tokens`` the part of the tokens that
-    lent servers generate. ``scoring_seconds`` are from the end of a group's last completion to its
-    rewards. Ages are in batches.
+    lent servers generate. Ages are in batches.
     """
 
     step_seconds: float
@@ -48,7 +47,6 @@ class Outcome:
     lent: float
     lent_tokens: float
     busy: float
-    scoring_seconds: float
     mean_age: float
     max_age: int
     num_events: int
@@ -84,7 +82,6 @@ class Simulation:
         self._pushing, self._newest = False, 0
         self._batch: list[_Group] = []
         self._taken: list[int] = []  # of the next part
-        self._reward_places = [0.0] * system.reward_places
 
     def run(self, num_batches: int, factor: float = 1.0) -> Outcome:
         """``factor`` is how many times more samples the real system has."""
@@ -102,7 +99,6 @@ class Simulation:
             pushed=of["push"] / seconds, lent=of["lent"] / seconds,
             lent_tokens=of["lent_tokens"] / max(of["tokens"], 1),
             busy=min(1.0, of["busy"] / (seconds * max(1, self.system.num_servers))),
-            scoring_seconds=of["scoring"] / max(of["scored"], 1),
             mean_age=float(np.mean(self.ages)), max_age=max(self.ages), num_events=next(self._order),
         )  # fmt: skip
 
@@ -197,16 +193,8 @@ class Simulation:
             group = self.groups[completion.group_id]
             group.left -= 1
             if group.left == 0:
-                self._score(completion.group_id)
+                self.at(self.now + self.system.costs.reward, self._scored, completion.group_id)
         self.start_groups()
-
-    def _score(self, number: int) -> None:
-        begin = max(self.now, heapq.heappop(self._reward_places))
-        end = begin + self.system.costs.reward
-        heapq.heappush(self._reward_places, end)
-        self.totals["scoring"] += end - self.now
-        self.totals["scored"] += 1
-        self.at(end, self._scored, number)
 
     def _scored(self, number: int) -> None:
         if self._random.random() < self.system.dropped:

@@ -33,7 +33,8 @@ class Costs:
     """Times in seconds, on the devices of a :class:`System`.
 
     A completion of T tokens beside which others run takes ``request + T * (token + running * beside)``,
-    where ``running`` counts the completion itself. ``prefill`` is for a token of a prompt, ``push`` from
+    where ``running`` counts the completion itself. ``prefill`` is for a token of a prompt, ``reward``
+    from the end of a group to its rewards, however many are scored at once, ``push`` from
     the end of a step to the attested servers, of which ``transfer`` grows with their number, and ``room``
     until training has given up its memory.
     """
@@ -98,11 +99,10 @@ class System:
 
     ``num_servers`` are those with hardware of their own, and ``num_lent`` those on the devices of
     training. ``max_running`` is how many completions fit into a server's cache, and 0 sets no limit.
-    ``dropped`` is the part of the finished groups that is not trained on.
-    ``shared_row`` is the number of tokens of a row in which completions
-    share their prompt; 0 if they do not. Without GPUs, ``num_ranks`` ranks and all servers share
-    ``cores``, each with as much work as before. ``off`` is how far the run that was measured is from
-    its own simulation, as a part of the simulated rate: the least error of what is predicted from it.
+    ``shared_row`` is the number of tokens of a row in which completions share their prompt; 0 if they
+    do not. ``dropped`` is the part of the finished groups that is not trained on. ``off`` is how far
+    the run that was measured is from its own simulation, as a part of the simulated rate: the least
+    error of what is predicted from it.
     """
 
     grpo: GRPO
@@ -114,10 +114,7 @@ class System:
     max_running: int = 0
     prompt_tokens: float = 0.0
     shared_row: int = 0
-    reward_places: int = 1
     dropped: float = 0.0
-    num_ranks: int = 1
-    cores: int = 0
     off: float = 0.0
 
     @cached_property
@@ -162,7 +159,6 @@ def scaled(system: System, most: int = _MOST_COMPLETIONS) -> tuple[System, float
     per_server = rollout.max_concurrent_rollouts / (system.num_servers + system.num_lent)
     in_flight = max(grpo.group_size, round(per_server * sum(busy) / factor))
     buffered = round(rollout.buffer_size_limit / factor)
-    places = max(1, round(system.reward_places / factor))
     small = replace(
         system,
         grpo=replace(grpo, prompts_per_step=groups),
@@ -172,11 +168,9 @@ def scaled(system: System, most: int = _MOST_COMPLETIONS) -> tuple[System, float
             beside=costs.beside * crowd,
             prefill=costs.prefill * crowd,
             train_token=costs.train_token * factor,
-            reward=costs.reward * places * factor / system.reward_places,
         ),
         num_servers=own,
         num_lent=lent,
         max_running=math.ceil(system.max_running / crowd),
-        reward_places=places,
     )
     return small, factor

@@ -4,6 +4,7 @@
 """``torchtitan-grpo init MODEL DATA``: finds out, writes, and checks the result as ``train`` would."""
 
 import argparse
+import json
 import os
 import shlex
 from collections.abc import Iterator
@@ -14,7 +15,6 @@ from typing import TYPE_CHECKING
 from torchtitan.grpo.commands.init.columns import Columns, Source, choose_columns, read_source
 from torchtitan.grpo.commands.init.prompt_form import answer_tokens, choose_form, measure
 from torchtitan.grpo.commands.init.reward_choice import RewardChoice, choose_reward
-from torchtitan.grpo.commands.init.reward_file import REWARD_FILE, write_reward
 from torchtitan.grpo.commands.init.toml_file import whole_text
 from torchtitan.grpo.config.command_line import ConfigError
 from torchtitan.grpo.models.hub import locate_model
@@ -200,3 +200,34 @@ def _next(output: Path, reward: RewardChoice, is_new_reward: bool) -> str:
 
 def _train(output: Path) -> str:
     return f"torchtitan-grpo train {shlex.quote(str(output))}"
+
+
+REWARD_FILE = "reward.py"
+
+_TEXT = '''\
+"""The reward of @TOML@, to be written: docs/how-to/rewards.md leads through it."""
+
+
+def reward(prompts, completions, **columns):
+    """Returns one number for each completion, the higher the better; None where it cannot judge one.
+
+    The lists have one entry for each completion. `columns` has those of the data: @COLUMNS@.
+    Completions of one prompt are compared, so they must not all earn the same.
+    """
+    texts = [c if isinstance(c, str) else c[-1]["content"] for c in completions]
+    # return [float(right in text) for right, text in zip(columns[@EXAMPLE@], texts)]
+    raise NotImplementedError("Write the function `reward` in @FILE@; it must return numbers.")
+'''
+
+
+def write_reward(toml: Path, source: Source, columns: Columns) -> bool:
+    """Writes the file beside ``toml``, unless there is one; returns whether it is yet to be filled in."""
+    file = toml.with_name(REWARD_FILE)
+    others = [name for name in source.columns if name != columns.prompt]
+    text = _TEXT.replace("@TOML@", str(toml)).replace("@FILE@", str(file))
+    text = text.replace("@EXAMPLE@", json.dumps(others[0] if others else "answer", allow_nan=False))
+    content = text.replace("@COLUMNS@", ", ".join(others) or "there are none").encode()
+    if file.exists():
+        return file.read_bytes() == content
+    write_whole(file, content)
+    return True

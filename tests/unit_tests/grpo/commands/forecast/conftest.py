@@ -41,7 +41,6 @@ def system() -> System:
         Lengths.lognormal(150.0, 0.8),
         num_servers=2,
         prompt_tokens=20.0,
-        reward_places=4,
     )
 
 

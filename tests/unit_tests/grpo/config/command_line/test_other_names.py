@@ -30,7 +30,13 @@ ANSWERS = {**NAMES, **OTHER_TABLES}
 def test_every_answer_names_settings_that_there_are():
     for name, answer in ANSWERS.items():
         for key in re.findall(r"\b([a-z_]+\.[a-z_0-9]+)\b", answer):
-            is_setting = key in KEYS or Path(key).suffix in (".jsonl", ".md", ".sh", ".slurm")
+            is_setting = key in KEYS or Path(key).suffix in (
+                ".jsonl",
+                ".md",
+                ".py",
+                ".sh",
+                ".slurm",
+            )
             assert is_setting, f"{name}: {key}"
         for table in re.findall(r"\[([a-z_]+)\]", answer):
             assert table in TABLES, f"{name}: {table}"
@@ -99,7 +105,7 @@ OTHER = """
 [grpo] scale_rewards = false | grpo.scale_rewards | group_mean
 [model] lora_rank = 8 | model.lora_rank | lora.rank
 [peft_config] r = 8 | peft_config | [lora]
-[grpo] loss_type = 'sapo' | grpo.loss_type | "sapo"
+[grpo] loss_type = 'sapo' | grpo.loss_type | has sapo
 [algorithm] adv_estimator = 'maxrl' | algorithm.adv_estimator | "max_rl"
 [vllm] gpu_memory_utilization = 0.5 | vllm | [inference]
 [actor_rollout_ref.rollout] n = 8 | actor_rollout_ref.rollout.n | grpo.group_size
@@ -146,7 +152,7 @@ ColossalAI: num_producers inference.num_servers, num_proc_per_producer inference
   lr optimizer.lr, train_microbatch_size training.local_batch_size, sp_size parallelism.context_parallel_degree
 AReaL: num_workers reward.num_workers, drop_last Remove, consumer_batch_size grpo.prompts_per_step, enable_chunked_prefill inference.max_batched_tokens,
   enable_prefix_caching inference.extra_args, gpu_memory_utilization inference.gpu_memory_utilization, enable_sleep_mode inference.lend,
-  max_num_seqs rollout.max_concurrent_rollouts, worker_extension_cls inference.urls, balance_batch prompts.balance_batch, c_clip grpo.dual_clip,
+  max_num_seqs rollout.max_concurrent_rollouts, worker_extension_cls inference.urls, balance_batch prompts.balance_batch, c_clip dual_clip,
   behav_imp_weight_cap grpo.importance_cap, overlong_tokens grpo.overlong_buffer, weight_update_mode weight_sync.transport, discount critic.gamma
 open-instruct: num_learners_per_node --nproc, deepspeed_stage ZeRO-3, deepspeed_zpg parallelism.data_parallel_replicate_degree,
   clip_higher grpo.clip_high, local_eval_every evaluation.interval, async_steps rollout.max_head_offpolicyness,
@@ -156,7 +162,7 @@ torchtitan's fork: sglang_urls inference.urls, sglang_tp inference.tensor_parall
   entropy_loss_weight grpo.entropy_coef, kl_estimator_type grpo.kl_estimator, clip_ratio_lower_bound grpo.clip_low,
   clip_ratio_upper_bound grpo.clip_high, policy_ratio_type grpo.policy_loss, pos_scaler Multiply,
   neg_scaler Multiply, grpo_by_token grpo.aggregation, scale_adv_by_len sequence_mean,
-  num_microbatches training.local_batch_size, onpolicy_logp_threshold grpo.mismatch_veto, rollout_is_level grpo.mismatch_level,
+  num_microbatches training.local_batch_size, onpolicy_logp_threshold grpo.mismatch_max_k3, rollout_is_level grpo.mismatch_level,
   rollout_is_mode grpo.mismatch_correction, rollout_is_threshold grpo.importance_cap, ptx_mixin_batchsize grpo.ptx_per_step,
   ptx_scale_by_tokens grpo.ptx_coef, initial_load_path checkpoint.initial_load_path, flavor model.hf_assets_path,
   global_batch_size grpo.prompts_per_step, reset_state_every_n_steps Remove
