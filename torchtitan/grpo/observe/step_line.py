@@ -22,10 +22,7 @@ from torchtitan.grpo.rollout.drops import DROP_KINDS
 WIDE_COLUMNS = 150
 """Number of columns from which on a terminal shows the long form."""
 
-_DROPPED = (
-    *((kind.metric, kind.words) for kind in DROP_KINDS.values()),
-    ("rollout/cut_rollouts", "answers cut"),
-)
+_DROPPED = tuple((kind.metric, kind.words) for kind in DROP_KINDS.values())
 """Counts of a step that are shown if they are not zero."""
 _CAUSES = (
     ("rollout/wait_rewards_fraction", "rewards"),
