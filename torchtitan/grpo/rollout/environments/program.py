@@ -22,15 +22,16 @@ import msgspec
 from torchtitan.grpo.config import RolloutProcessConfig
 from torchtitan.grpo.config.environments import own_key
 from torchtitan.grpo.rollout.agents.episode import AgentEpisode
-from torchtitan.grpo.rollout.agents.episode_workers import EpisodeWorker, EpisodeWorkers
 from torchtitan.grpo.rollout.agents.failures import EnvironmentFailed
-from torchtitan.grpo.rollout.agents.function_worker import LoadEnvironment
-from torchtitan.grpo.rollout.agents.programs import REWARD, finite_number
+from torchtitan.grpo.rollout.agents.function_worker import Ended, LoadEnvironment
+from torchtitan.grpo.rollout.agents.programs import REWARD, EpisodeWorkers, finite_number
 from torchtitan.grpo.rollout.drops import DropLog
 from torchtitan.grpo.rollout.environments.observing import Observer
 from torchtitan.grpo.rollout.environments.protocol import Observation
 from torchtitan.grpo.types import Prompt
 from torchtitan.grpo.workers.channel import NotPlainData, Refused, not_passed
+from torchtitan.grpo.workers.host import Cancelled
+from torchtitan.grpo.workers.pool import Worker
 from torchtitan.grpo.workers.process import WorkerLost
 
 logger = logging.getLogger(__name__)
@@ -65,8 +66,8 @@ class Environments:
 
     @property
     def stop_strings(self) -> list[str]:
-        assert self.workers.loaded is not None, "start() comes first"
-        return self.workers.loaded
+        assert isinstance(self.workers.loaded, Ended), "start() comes first"
+        return self.workers.loaded.result
 
     async def start(self) -> None:
         await self.workers.start()
@@ -128,7 +129,7 @@ class _RemoteEnvironment:
 
     def __init__(self, owner: Environments, prompt: Prompt) -> None:
         self._owner, self._number = owner, next(self._numbers)
-        self._worker: EpisodeWorker | None = None
+        self._worker: Worker[Ended | Cancelled] | None = None
         self._hangs = False
         self.opening = asyncio.create_task(self._open(prompt))
         # If the task is never awaited, the completion has already failed, so its error is ignored.
@@ -168,7 +169,7 @@ class _RemoteEnvironment:
         if worker is None:
             return
         try:
-            if not (self._hangs or worker.process.is_lost):  # a hanging thread would not answer
+            if not (self._hangs or worker.is_lost):  # a hanging thread would not answer
                 await self._call("close")
         except (EnvironmentFailed, WorkerLost) as error:
             logger.warning("An environment was not closed: %s", error)
@@ -181,10 +182,9 @@ class _RemoteEnvironment:
         row = {"episode": self._number, "method": method, **arguments}
         try:
             async with asyncio.timeout(seconds):
-                reply = await workers.call(worker, row, {})
+                reply = await workers.run(worker, row, {})
         except TimeoutError as error:
-            self._hangs = True
-            await workers.retire(worker)
+            self._hangs = worker.is_retired = True  # a thread that hangs ends with its process
             raise EnvironmentFailed(
                 "timeout",
                 f"The environment's {method} took longer than "
