@@ -21,7 +21,7 @@ import numpy as np
 
 from torchtitan.grpo.config import Rollout
 from torchtitan.grpo.inference.client import ServerError
-from torchtitan.grpo.rollout.agents.failures import EnvironmentFailed
+from torchtitan.grpo.rollout.environments.protocol import EnvironmentFailed
 from torchtitan.grpo.rollout.serving.dispatcher import Server
 from torchtitan.grpo.rollout.serving.requests import Sampling
 from torchtitan.grpo.rollout.serving.spare_slots import Places, next_server

@@ -24,7 +24,6 @@ from typing import IO, Any, Protocol
 from torchtitan.grpo.config import Agent, Rollout, Workers
 from torchtitan.grpo.config.environments import own_key
 from torchtitan.grpo.rewards.reward_calls import LARGEST_REWARD
-from torchtitan.grpo.rollout.agents.failures import EnvironmentFailed, EnvironmentsFailing
 from torchtitan.grpo.rollout.agents.function_worker import (
     Ended,
     LoadEnvironment,
@@ -32,6 +31,7 @@ from torchtitan.grpo.rollout.agents.function_worker import (
     Run,
     decode_reply,
 )
+from torchtitan.grpo.rollout.environments.protocol import EnvironmentFailed, EnvironmentsFailing
 from torchtitan.grpo.system.child import child_command
 from torchtitan.grpo.types import Prompt
 from torchtitan.grpo.workers.channel import NotPlainData, Refused, not_passed
