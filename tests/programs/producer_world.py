@@ -105,7 +105,7 @@ class Settings:
     seed: int = 0
     acceptor: str | None = None
     filters: dict[str, Any] = field(default_factory=dict)
-    overdue: Literal["wait", "drop", "cut", "resume"] = "wait"
+    overdue: Literal["wait", "drop", "resume"] = "wait"
     num_parts: int = 1
     segment_tokens: int = 0
     saved: SavedRollouts | None = None

@@ -12,13 +12,17 @@ import os
 import signal
 import sys
 import uuid
+import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed.checkpoint as dcp
 from rich.console import Console
 from rich.table import Table
+from torch.distributed.checkpoint.api import CheckpointException
 
 from torchtitan.grpo.config import RolloutProcessConfig
 from torchtitan.grpo.config.cluster import count_servers, server_groups
@@ -29,11 +33,13 @@ from torchtitan.grpo.config_checks.rules import require
 from torchtitan.grpo.controller import process_config
 from torchtitan.grpo.inference.local_servers import set_random_keys
 from torchtitan.grpo.inference.urls import named_urls
-from torchtitan.grpo.models.hf_config import HFModel, read_hf_model
+from torchtitan.grpo.models.hf_config import HFModel, ModelError, read_hf_model
+from torchtitan.grpo.models.hf_weights import write_hf
 from torchtitan.grpo.models.hub import locate_models
+from torchtitan.grpo.models.shards import named_parameters
 from torchtitan.grpo.observe.console import Progress
 from torchtitan.grpo.observe.evaluation_records import evaluation_metrics, sample_records
-from torchtitan.grpo.resume.exporting import export_checkpoint, find_checkpoint
+from torchtitan.grpo.resume.checkpoint_files import METADATA_FILE, quick_problem, whole_steps
 from torchtitan.grpo.rollout import link_messages
 from torchtitan.grpo.rollout.process import first_cause, result_of
 from torchtitan.grpo.rollout.results import EvaluationResult
@@ -43,12 +49,14 @@ from torchtitan.grpo.system import strict_json
 from torchtitan.grpo.system.child import end_marked
 from torchtitan.grpo.system.cores import share_cores
 from torchtitan.grpo.system.disk_failures import disk_failure
+from torchtitan.grpo.system.dtypes import TORCH_DTYPE_MAP
 from torchtitan.grpo.system.environment import RUN_VARIABLE
 from torchtitan.grpo.system.errors import RunError
+from torchtitan.grpo.system.files import damaged_files
 from torchtitan.grpo.system.folder_lock import HeldFolders
 from torchtitan.grpo.system.process_tuning import require_open_files
 from torchtitan.grpo.system.stop import stop_signals
-from torchtitan.grpo.training.model_spec import check_weights
+from torchtitan.grpo.training.model_spec import build_without_memory, check_weights
 from torchtitan.grpo.types import PromptProgress
 from torchtitan.grpo.weight_wire.model_folder import require_undamaged
 
@@ -268,3 +276,57 @@ def _record(
         "num_prompts": result.num_prompts,
         "sets": {name: asdict(of_set) for name, of_set in settings.items()},
     }
+
+
+def find_checkpoint(config: JobConfig, named: str) -> Path:
+    """``named`` is ``newest``, a step, or a folder; the checkpoint found is whole and undamaged."""
+    folder = Path(config.job.dump_folder) / config.checkpoint.folder
+    if named == "newest" or named.isdecimal():
+        steps = whole_steps(folder)
+        step = int(named) if named.isdecimal() else max(steps, default=None)
+        if step not in steps:
+            listed = ", ".join(map(str, steps)) or "none"
+            raise ModelError(
+                f"--checkpoint must name a checkpoint of the run in job.dump_folder, got {named}. "
+                f"{folder} holds whole checkpoints of the steps: {listed}."
+            )
+        found = folder / f"step-{step}"
+    else:
+        found = Path(named)
+    if not (found / METADATA_FILE).is_file():
+        raise ModelError(
+            f"--checkpoint must be a checkpoint folder with a {METADATA_FILE}, which is written when "
+            f"it is whole, or a step, or newest, got {named}. --model takes a Hugging Face directory."
+        )
+    problem = quick_problem(found)
+    damaged = [problem] if problem else list(damaged_files(found))
+    if damaged:
+        raise ModelError(f"The checkpoint {found} is damaged: {'; '.join(damaged[:3])}.")
+    return found
+
+
+def export_checkpoint(config: JobConfig, model: HFModel, folder: Path, target: Path) -> None:
+    """Writes a checkpoint's model as a Hugging Face directory, in ``export_dtype``.
+
+    It must fit into host memory. ``model`` gives config and tokenizer; its arguments are changed.
+    """
+    dtype = TORCH_DTYPE_MAP[config.checkpoint.export_dtype]
+    built, adapter_of = build_without_memory(config, model)
+    state = {
+        name: torch.empty(parameter.shape, dtype=dtype)
+        for name, parameter in named_parameters([built])
+    }
+    try:
+        with warnings.catch_warnings():
+            # It warns that it loads in a single process, which is what is meant.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.load(state, checkpoint_id=str(folder), no_dist=True)
+    except (CheckpointException, ValueError, KeyError, RuntimeError) as error:
+        raise ModelError(
+            f"The checkpoint {folder} must hold the model of model.hf_assets_path ({model.path}): "
+            f"{str(error).strip()[-300:]}"
+        ) from error
+    target.parent.mkdir(parents=True, exist_ok=True)
+    adapter = adapter_of(str(model.path))
+    tensors = (item for name in state for item in adapter.to_hf({name: state[name]}).items())
+    write_hf(tensors, model.path, target, dtype)

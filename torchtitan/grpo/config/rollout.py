@@ -108,16 +108,14 @@ class Rollout:
     run starts itself (``inference.launch``). Rollouts in flight are not saved with checkpoints
     but generated again."""
 
-    overdue: Literal["wait", "drop", "cut", "resume"] = "wait"
+    overdue: Literal["wait", "drop", "resume"] = "wait"
     """What happens to overdue groups. A group is overdue if it would be too old for any later
     batch, and the next batch is waiting only for such groups. ``wait`` waits for them. ``drop``
-    drops them, which favors short completions. ``cut`` ends their completions after the segments
-    that are already generated; such a completion counts as truncated (``drop_truncated``) at its
-    current length (``grpo.overlong_buffer``). ``resume`` replaces them with other groups in the
+    drops them, which favors short completions. ``resume`` replaces them with other groups in the
     batch and continues them under newer weights: the tokens generated so far become context that is
-    not trained, and finished completions of the group are generated again. ``cut`` and ``resume``
-    need ``segment_tokens`` and do not support ``environment``. Metrics count the groups or
-    completions that are dropped, cut and resumed."""
+    not trained, and finished completions of the group are generated again. It needs
+    ``segment_tokens`` and does not support ``environment``. Metrics count the groups that are
+    dropped and resumed."""
 
     min_completion_tokens: Annotated[int, at_least(0)] = 0
     """Experimental: Completions with fewer tokens than this are removed from their group. 0
@@ -157,11 +155,6 @@ class Rollout:
     one after each round of completions during which no requests were queued on the server, and
     is halved if requests are queued or fail. The sum over all servers never exceeds
     ``max_concurrent_rollouts``. Measured by ``benchmarks/agent_load.py``."""
-
-    hedge_seconds: Annotated[float, above(0).or_value(0, "never")] = 0.0
-    """Experimental: If a server has not answered a request for a completion after this time,
-    and would at its usual speed already have generated the longest allowed completion, another
-    server that has room receives the same request, and the first answer is used."""
 
     batch_timeout_seconds: Annotated[float, above(0)] = 1800.0
     """Maximum time for which the trainer waits for a batch, or for a part of it with ``stream``.

@@ -47,7 +47,7 @@ _CHECKS = (
     rollouts.check_environments, rollouts.check_agent, prompts.check_evaluation, judge.check_judge,
     trainer.check_machine,
     servers.check_inference, lending.check_cluster, lending.check_lending, lending.check_offload,
-    rollouts.check_dispatch, servers.check_weight_sync,
+    servers.check_weight_sync,
     trainer.check_guards, trainer.check_observe, trainer.check_profiling, lora.check_lora,
     trainer.check_layout,
 )  # fmt: skip

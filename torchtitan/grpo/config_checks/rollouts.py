@@ -3,7 +3,6 @@
 
 """Checks batches and rollouts."""
 
-from torchtitan.grpo.config.cluster import count_servers, server_groups
 from torchtitan.grpo.config.environments import environments_of, own_key
 from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.config_checks.rules import check_file, forbid, get, refusing, require
@@ -115,15 +114,15 @@ def check_filters(config: JobConfig) -> None:
         "dropped by the latter. Set one of them.",
     )
     require(
-        rollout.overdue not in ("cut", "resume") or rollout.segment_tokens > 0,
-        f'rollout.overdue = "{rollout.overdue}" keeps the finished segments of a completion, but '
+        rollout.overdue != "resume" or rollout.segment_tokens > 0,
+        'rollout.overdue = "resume" keeps the finished segments of a completion, but '
         "with rollout.segment_tokens = 0 completions are generated whole. Set "
         f"rollout.segment_tokens below rollout.max_new_tokens ({rollout.max_new_tokens}).",
     )
     has_turns = rollout.environment is not None or config.agent.is_used
     require(
-        rollout.overdue not in ("cut", "resume") or not has_turns,
-        f'rollout.overdue = "{rollout.overdue}" interrupts completions in the middle of a turn and '
+        rollout.overdue != "resume" or not has_turns,
+        'rollout.overdue = "resume" interrupts completions in the middle of a turn and '
         "cannot be combined with rollout.environment or with [agent]. Set rollout.overdue to "
         '"wait" or "drop".',
     )
@@ -133,6 +132,11 @@ def check_filters(config: JobConfig) -> None:
             "rollout.dynamic_sampling compares the rewards of a group and needs grpo.group_size of "
             "at least 2, got 1.",
         )
+    require(
+        not (config.has_servers and rollout.longest_first) or grpo.prompts_per_step > 1,
+        "rollout.longest_first orders the prompts of a batch and has no effect with "
+        f"grpo.prompts_per_step = {grpo.prompts_per_step}. Leave it at false.",
+    )
     if rollout.should_accept is not None:
         require(
             bool(rollout.should_accept.strip()),
@@ -215,33 +219,6 @@ def check_agent(config: JobConfig) -> None:
     if agent.function is not None and agent.function not in AGENTS:
         with refusing():
             split_path(agent.function, "agent.function", AGENTS)
-
-
-def check_dispatch(config: JobConfig) -> None:
-    rollout, inference = config.rollout, config.inference
-    hedge_seconds = rollout.hedge_seconds
-    require(
-        hedge_seconds < rollout.request_timeout_seconds,
-        "rollout.hedge_seconds must be below rollout.request_timeout_seconds "
-        f"({rollout.request_timeout_seconds:g}), after which the completion has failed, got "
-        f"{hedge_seconds:g}.",
-    )
-    if not config.has_servers:
-        return  # nothing is dispatched
-    # The file of inference.urls_file may name more servers later, and more may register.
-    may_grow = any((inference.urls_file, inference.registry, inference.registry_address))
-    num_servers = count_servers(server_groups(config)) or len(inference.urls)
-    require(
-        hedge_seconds == 0 or may_grow or num_servers > 1,
-        f"rollout.hedge_seconds = {hedge_seconds:g} needs a second server, got "
-        f"{num_servers}. Launch more servers, name more inference.urls, or leave "
-        "rollout.hedge_seconds at 0.",
-    )
-    require(
-        not rollout.longest_first or config.grpo.prompts_per_step > 1,
-        "rollout.longest_first orders the prompts of a batch and has no effect with "
-        f"grpo.prompts_per_step = {config.grpo.prompts_per_step}. Leave it at false.",
-    )
 
 
 def check_determinism(config: JobConfig) -> None:

@@ -21,11 +21,12 @@ import msgspec
 from torchtitan.grpo.rewards import ScoreLater
 from torchtitan.grpo.rewards.reward_loading import (
     RewardFunction,
+    RewardLog,
+    TrainerState,
     call_function,
     foreign_signature,
     missing_arguments,
 )
-from torchtitan.grpo.rewards.reward_log import RewardLog, TrainerState
 from torchtitan.grpo.system.functions import code_holder, describe_error, user_line
 from torchtitan.grpo.workers.channel import Refused, refused
 

@@ -1,10 +1,13 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Scores groups in worker processes that can be killed; see `scoring_workers`.
+"""Scores groups in worker processes that can be killed; see `workers/pool.py`.
 
 A group that exceeds the time limit is unscored (never scored as zero). If that is because a
 synchronous function hangs, its worker is killed with everything that it has started, and replaced.
+
+Which group blocked an event loop or ended a process is not known, so all groups that the worker
+was scoring are scored again, one at a time, in a process of their own. Only there do they fail.
 """
 
 import asyncio
@@ -17,11 +20,17 @@ from typing import Any
 
 from torchtitan.grpo.config import Reward, Workers
 from torchtitan.grpo.rewards.reward_calls import Postponed, Score
-from torchtitan.grpo.rewards.scoring_worker import LoadFunctions, Reply, Scored, decode_reply
-from torchtitan.grpo.rewards.scoring_workers import ScoringWorkers
+from torchtitan.grpo.rewards.scoring_worker import (
+    Loaded,
+    LoadFunctions,
+    Reply,
+    Scored,
+    decode_reply,
+)
 from torchtitan.grpo.types import Prompt
 from torchtitan.grpo.workers.channel import NotPlainData, Refused, not_passed
 from torchtitan.grpo.workers.owner import OUTPUT_HINT, CallFailed, WorkerOwner
+from torchtitan.grpo.workers.pool import Worker, WorkerPool
 from torchtitan.grpo.workers.process import ChannelBroken, WorkerLost
 
 # Of a group that has to wait. A server that is started again takes minutes to load its model.
@@ -79,7 +88,9 @@ class RewardPool:
         self._max_steps, self._on_failure = max_steps, on_failure
         self._num_waiting, self._why_waiting = 0, ""
         self.next_step: Callable[[], int] = lambda: 0
-        self.workers = ScoringWorkers(self._owner, num_workers, reward.timeout_seconds)
+        self.timeout_seconds = reward.timeout_seconds
+        self._workers = WorkerPool(self._owner, num_workers, lambda it: _loaded(it).concurrency)
+        self._alone, self._num_alone = WorkerPool(self._owner, 1, lambda it: 1), 0
         self._counter = itertools.count()
         # When the last failure of a row was counted, by the functions that were called.
         self._failed_at: dict[tuple[int, ...], float] = {}
@@ -87,7 +98,12 @@ class RewardPool:
 
     async def start(self) -> None:
         """Starts the first worker. Raises :class:`RewardError` if the functions do not load."""
-        await self.workers.start()
+        await self._workers.start()
+
+    @property
+    def warning(self) -> str:
+        """Why fewer groups are scored at a time than the user may expect; empty if they are not."""
+        return _loaded(self._workers.loaded).warning
 
     async def check(
         self,
@@ -195,7 +211,7 @@ class RewardPool:
                 return await self._scored(request, prompt, begin)
             except ScoringPostponed as error:
                 seconds = time.monotonic() - begun
-                num_slow += seconds >= _SLOW_PART * self.workers.timeout_seconds
+                num_slow += seconds >= _SLOW_PART * self.timeout_seconds
                 if num_slow >= _MOST_SLOW_TRIES and self._num_scored[row] > (num_before or 0):
                     raise
                 self._on_failure(error)
@@ -221,12 +237,12 @@ class RewardPool:
         self, request: Score, prompt: Prompt, on_begin: Callable[[], object]
     ) -> Reply | Refused:
         try:
-            return await self.workers.score(request, on_begin)
+            return await self._reply(request, on_begin)
         except TimeoutError as error:
             names = ", ".join(self.functions[i] for i in request.which)
             message = (
                 f"Scoring one group with {names} took longer than reward.timeout_seconds = "
-                f"{self.workers.timeout_seconds:g}."
+                f"{self.timeout_seconds:g}."
             )
             raise ScoringFailed(prompt, "timeout", message) from error
         except NotPlainData as error:
@@ -241,3 +257,39 @@ class RewardPool:
         except WorkerLost as error:
             message = f"Scoring one group failed: {error} {OUTPUT_HINT}"
             raise ScoringFailed(prompt, "crash", message) from error
+
+    async def _reply(self, request: Score, on_begin: Callable[[], object]) -> Reply | Refused:
+        """Sends a request, and again if its worker was lost with several groups.
+
+        ``on_begin`` is called when a worker has room for it.
+        """
+        worker = await self._workers.enter()
+        on_begin()
+        try:
+            return await self._in_time(self._workers, worker, request)
+        except (TimeoutError, WorkerLost):
+            if not worker.was_shared:
+                raise
+        finally:
+            await self._workers.leave(worker)
+        self._num_alone += 1
+        worker = None
+        try:
+            worker = await self._alone.enter()
+            return await self._in_time(self._alone, worker, request)
+        finally:
+            self._num_alone -= 1
+            if worker is not None:
+                worker.is_retired = worker.is_retired or not self._num_alone
+                await self._alone.leave(worker)
+
+    async def _in_time(
+        self, workers: WorkerPool[Reply], worker: Worker[Reply], request: Score
+    ) -> Reply | Refused:
+        async with asyncio.timeout(self.timeout_seconds):
+            return await workers.call(worker, request)
+
+
+def _loaded(reply: Reply | None) -> Loaded:
+    assert isinstance(reply, Loaded), f"unexpected reply {reply!r}"
+    return reply

@@ -16,8 +16,7 @@ import msgspec
 from torchtitan.grpo.config.judge import Judge as Settings
 from torchtitan.grpo.rewards.builtin import QUICK
 from torchtitan.grpo.rewards.reward_calls import LoadedFunction, Postponed, Score, Values
-from torchtitan.grpo.rewards.reward_loading import RewardFunction, load_function
-from torchtitan.grpo.rewards.reward_log import RewardLog
+from torchtitan.grpo.rewards.reward_loading import RewardFunction, RewardLog, load_function
 from torchtitan.grpo.workers.channel import Refused
 from torchtitan.grpo.workers.host import Cancel, Cancelled, Host, serve
 from torchtitan.grpo.workers.host import Loaded as Hosted

@@ -150,7 +150,7 @@ class Inputs:
         functions = dict.fromkeys([*functions, *filter(None, named)])
         self.pool = pool = self._make_pool(list(functions), config.reward.num_workers)
         await pool.start()
-        self._warn(filter(None, [pool.workers.warning]))
+        self._warn(filter(None, [pool.warning]))
         for one in self.environments.values():
             try:
                 await one.start(self._drops)

@@ -30,8 +30,8 @@ from torchtitan.grpo.config import RolloutProcessConfig
 from torchtitan.grpo.rollout import link_messages
 from torchtitan.grpo.rollout.batch_fetch import BatchHolder
 from torchtitan.grpo.rollout.codec import pack, pack_without_arrays
-from torchtitan.grpo.rollout.device_requests import DeviceRequests
 from torchtitan.grpo.rollout.evaluator import Evaluator
+from torchtitan.grpo.rollout.lending.lender import DeviceRequests
 from torchtitan.grpo.rollout.process_monitor import LoopLag, RolloutMonitor
 from torchtitan.grpo.rollout.producer import Producer
 from torchtitan.grpo.rollout.saved import SavedRollouts, file_of, remove_others, write_saved

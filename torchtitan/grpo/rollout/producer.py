@@ -81,7 +81,7 @@ class Producer:
         self._context: dict[int, tuple[Generation, ...]] = {}  # of those being restarted
         self._running: dict[int, RunningGroup] = {}
         self._skipped: dict[int, CloseReason] = {}  # since a prompt was issued last
-        self._num_cut = self._num_resumed = 0
+        self._num_resumed = 0
         self._metrics = RolloutMetrics(prompts.file_names)
         self._idle, self._held_back = ShareClock(), ShareClock()
         self._for_rewards, self._for_episodes = ShareClock(), ShareClock()
@@ -311,18 +311,14 @@ class Producer:
             running.task = None
             self._note_shares()
             completions = running.done()
-            is_cut = any(trajectory.is_cut for trajectory in running.trajectories)
-            if self._ranker is not None and completions and not is_cut:
+            if self._ranker is not None and completions:
                 self._ranker.observe(prompt, [len(c.token_ids) for c in completions])
             environment = self._prompts.environment_of(prompt.group_id)
             judged = prompt, completions, environment, running.failures(), running.judged.extend
             rollouts = await self._judge.judge(*judged)
         except Unusable as verdict:
-            # The servers did not fail if the group was cut before it had two completions.
-            is_early = is_cut and verdict.reason == "failed"
-            reason, cause = ("overdue", OVERDUE) if is_early else (verdict.reason, verdict.cause)
             self._drops.log_unscored(prompt, running.judged)
-            self._close(prompt.group_id, reason, str(verdict), cause)
+            self._close(prompt.group_id, verdict.reason, str(verdict), verdict.cause)
         else:
             used = {id(r.token_ids) for r in rollouts}  # a rated rollout is new, its arrays are not
             self._finish(
@@ -358,9 +354,6 @@ class Producer:
             running = self._running.get(group_id)
             if running is None or running.task is None:
                 continue  # it is about to be finished or to be restarted
-            if self._overdue == "cut":
-                self._num_cut += running.cut()
-                continue
             begun = running.begun()
             running.cancel()
             del self._running[group_id]
@@ -404,7 +397,6 @@ class Producer:
         attempts = self._dispatcher.attempts
         counts = {
             "rollout/failed_requests": attempts.num_failed,
-            "rollout/cut_rollouts": self._num_cut,
             "rollout/resumed_groups": self._num_resumed,
             "rollout/equal_groups_dropped": self._judge.num_equal_dropped,
         }

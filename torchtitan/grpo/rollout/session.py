@@ -24,7 +24,6 @@ from torchtitan.grpo.inference.urls import checked_urls
 from torchtitan.grpo.rewards.reward_loading import short_names
 from torchtitan.grpo.rollout.admission import Admission
 from torchtitan.grpo.rollout.agents.writer import EpisodeWriter
-from torchtitan.grpo.rollout.device_requests import DeviceRequests
 from torchtitan.grpo.rollout.drops import DropLog
 from torchtitan.grpo.rollout.environments.program import Environments
 from torchtitan.grpo.rollout.evaluator import Evaluator, HeldOut
@@ -36,7 +35,7 @@ from torchtitan.grpo.rollout.inputs import (
 )
 from torchtitan.grpo.rollout.judging import GroupJudge, Rules
 from torchtitan.grpo.rollout.ledger import Ledger
-from torchtitan.grpo.rollout.lending.lender import Lender
+from torchtitan.grpo.rollout.lending.lender import DeviceRequests, Lender
 from torchtitan.grpo.rollout.lending.scheduler import LendScheduler
 from torchtitan.grpo.rollout.longest_first import LengthRanker
 from torchtitan.grpo.rollout.producer import Producer

@@ -13,6 +13,7 @@ Completions of environments and agents are written by an `EpisodeWriter` (`agent
 """
 
 import asyncio
+import contextlib
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -20,7 +21,7 @@ import numpy as np
 
 from torchtitan.grpo.config import Rollout
 from torchtitan.grpo.inference.client import ServerError
-from torchtitan.grpo.rollout.agents.failures import EnvironmentFailed
+from torchtitan.grpo.rollout.environments.protocol import EnvironmentFailed
 from torchtitan.grpo.rollout.serving.dispatcher import Server
 from torchtitan.grpo.rollout.serving.requests import Sampling
 from torchtitan.grpo.rollout.serving.spare_slots import Places, next_server
@@ -30,37 +31,24 @@ from torchtitan.grpo.types import Rollout as ScoredRollout
 
 @dataclass(eq=False)
 class Trajectory:
-    """A completion that is being generated. If it is cut, it ends early with ``so_far``."""
+    """A completion that is being generated, with the segments ``so_far``."""
 
     prompt: Prompt
     so_far: Generation | None = None
     sample: int = 0
-    is_cut: bool = field(default=False, init=False)
     task: "asyncio.Task[Generation]" = field(init=False)
 
     def result(self) -> Generation | None:
-        """The whole or cut completion, or ``None`` if it is unfinished or has failed."""
+        """The whole completion, or ``None`` if it is unfinished or has failed."""
         task = self.task
-        if self.is_cut:
-            return self.so_far
         if not task.done() or task.cancelled() or task.exception() is not None:
             return None
         return task.result()
 
-    def cut(self) -> None:
-        self.is_cut = True
-        self.task.cancel()
-
     async def until_ended(self) -> None:
-        """Waits until the completion is whole, was cut, or has failed on servers or environment."""
-        try:
+        """Waits until the completion is whole, or has failed on servers or environment."""
+        with contextlib.suppress(ServerError, EnvironmentFailed):
             await self.task
-        except (ServerError, EnvironmentFailed):
-            pass
-        except asyncio.CancelledError:
-            caller = asyncio.current_task()
-            if not self.is_cut or (caller is not None and caller.cancelling()):
-                raise
 
 
 @dataclass(eq=False)
@@ -88,19 +76,8 @@ class RunningGroup:
 
     def begun(self) -> tuple[Generation, ...]:
         """The parts of unfinished completions, also of those that a stopping run has cancelled."""
-        running = (
-            t.so_far
-            for t in self.trajectories
-            if not t.task.done() or (t.task.cancelled() and not t.is_cut)
-        )
+        running = (t.so_far for t in self.trajectories if not t.task.done() or t.task.cancelled())
         return tuple(so_far for so_far in running if so_far is not None)
-
-    def cut(self) -> int:
-        """Ends all unfinished completions, which keep what was generated. Returns their number."""
-        running = [t for t in self.trajectories if not (t.task.done() or t.is_cut)]
-        for trajectory in running:
-            trajectory.cut()
-        return len(running)
 
     def cancel(self) -> None:
         for trajectory in self.trajectories:

@@ -92,9 +92,9 @@ class WorkerOwner(FailureLimit, Generic[Reply]):
     ) -> None:
         super().__init__(calls, most_failures, error, on_failure)
         self._module, self._decode_reply, self._load_request = module, decode_reply, load
-        self._subject, self._timeout, self._workers = subject, timeout_seconds, workers
+        self.subject, self._timeout, self._workers = subject, timeout_seconds, workers
         self._running: set[WorkerProcess[Reply | Refused]] = set()
-        self._is_closed = False
+        self.is_closed = False
 
     async def start(
         self, on_end: Callable[[WorkerLost], None] = lambda reason: None
@@ -104,7 +104,7 @@ class WorkerOwner(FailureLimit, Generic[Reply]):
         Raises the owner's ``error`` if the code cannot be loaded in time, and WorkerLost after
         `close`.
         """
-        if self._is_closed:
+        if self.is_closed:
             raise WorkerLost("No worker process is started any more: the run is ending.")
 
         def ended(reason: WorkerLost) -> None:
@@ -122,7 +122,7 @@ class WorkerOwner(FailureLimit, Generic[Reply]):
 
     async def close(self) -> None:
         """Kills all processes, and starts no more."""
-        self._is_closed = True
+        self.is_closed = True
         for process in list(self._running):
             await process.kill()
 
@@ -132,14 +132,14 @@ class WorkerOwner(FailureLimit, Generic[Reply]):
             reply = await process.call_or_kill(self._load_request, LOAD_FACTOR * limit)
         except TimeoutError as error:
             raise self._error(
-                f"Importing {self._subject} took longer than {LOAD_FACTOR * limit:g} s, {LOAD_FACTOR} "
+                f"Importing {self.subject} took longer than {LOAD_FACTOR * limit:g} s, {LOAD_FACTOR} "
                 f"times {key}. Import less, or raise {key}."
             ) from error
         except WorkerLost as error:
-            if self._is_closed:
+            if self.is_closed:
                 raise
             raise self._error(
-                f"Importing {self._subject} ended the worker process: {error} {OUTPUT_HINT}"
+                f"Importing {self.subject} ended the worker process: {error} {OUTPUT_HINT}"
             ) from error
         if isinstance(reply, Refused):
             raise self._error(reply.message)

@@ -96,11 +96,6 @@ class WorkerProcess(Generic[Reply]):
     def is_lost(self) -> bool:
         return self._reason is not None
 
-    @property
-    def num_pending(self) -> int:
-        """Number of calls that wait for a reply."""
-        return len(self._pending)
-
     async def start(self) -> None:
         self._process = await asyncio.create_subprocess_exec(
             *child_command(

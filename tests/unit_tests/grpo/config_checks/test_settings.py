@@ -26,7 +26,6 @@ from torchtitan.grpo.start.dry_run import describe_plan
 
 TAUGHT = "--reward.functions= --teacher.urls=http://127.0.0.1:9000"
 ZERO_BUBBLE = "pipeline_parallel_degree=2 pipeline_parallel_schedule=ZBVZeroBubble"
-TWO_SERVERS = "--inference.no-launch --inference.urls=http://127.0.0.1:1,http://127.0.0.1:2"
 
 
 @pytest.mark.parametrize(
@@ -39,9 +38,6 @@ TWO_SERVERS = "--inference.no-launch --inference.urls=http://127.0.0.1:1,http://
         "--evaluation.path=a.jsonl --evaluation.function=judge --reward.judge.url=http://a:1 "
         "--reward.judge.kind=score --reward.judge.template={prompt}{completion} "
         "--reward.judge.api_key_variable=MY_KEY --workers.pass_variables=MY_*",
-        "--rollout.hedge_seconds=5 --inference.num_servers=2",
-        f"--rollout.hedge_seconds=5 {TWO_SERVERS}",
-        "--rollout.hedge_seconds=5 --inference.no-launch --inference.registry={folder}",
         "--rollout.longest_first",
         "--reward.functions=environment --rollout.environment=calculator --rollout.max_turns=3",
         "--rollout.environment=package.module.Game",
@@ -53,7 +49,7 @@ TWO_SERVERS = "--inference.no-launch --inference.urls=http://127.0.0.1:1,http://
         "--grpo.advantage=gae --critic.no-whiten --rollout.stream --rollout.stream_parts=2",
         "--inference.lend --rollout.max_head_offpolicyness=0 --rollout.deterministic",
         "--inference.lend --grpo.no-async_weight_update --rollout.replay={file}",  # no servers
-        "--cluster.a.tags=train,rollout --cluster.b.tags=rollout --rollout.hedge_seconds=5",
+        "--cluster.a.tags=train,rollout --cluster.b.tags=rollout",
         "--cluster.a.tags= --rollout.replay={file}",
         "--guards.nonfinite=stop --guards.grad_norm_factor=50",
         "--prompts.path= --prompts.paths={file},owner/two --prompts.weights 0.7 0.3",

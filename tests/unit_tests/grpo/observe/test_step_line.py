@@ -5,7 +5,7 @@
 
 import random
 
-from torchtitan.grpo.observe.step_line import dropped, long_line, short_line
+from torchtitan.grpo.observe.console import dropped, long_line, short_line
 
 METRICS = {
     "reward/mean": 0.51234, "policy/entropy": 0.5123, "rollout/completion_tokens_mean": 11.21,

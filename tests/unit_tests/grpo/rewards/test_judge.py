@@ -22,7 +22,7 @@ from torchtitan.grpo.config import Reward, Workers
 from torchtitan.grpo.inference.http import RouteError
 from torchtitan.grpo.rewards import ScoreLater, scoring_pool
 from torchtitan.grpo.rewards.judge import Judge
-from torchtitan.grpo.rewards.reward_log import RewardLog
+from torchtitan.grpo.rewards.reward_loading import RewardLog
 from torchtitan.grpo.rewards.scoring_pool import RewardError, RewardPool, ScoringFailed
 from torchtitan.grpo.rollout.drops import DropLog
 from torchtitan.grpo.types import Prompt

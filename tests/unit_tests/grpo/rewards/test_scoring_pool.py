@@ -124,10 +124,10 @@ async def test_the_success_of_one_function_does_not_hide_that_another_always_fai
 async def test_a_function_that_hangs_is_killed_and_the_worker_replaced(functions: str):
     async with started_pool(f"{functions}:by_completion") as pool:
         (before,) = descendants(WORKER)
-        patience, pool.workers.timeout_seconds = pool.workers.timeout_seconds, 0.5
+        patience, pool.timeout_seconds = pool.timeout_seconds, 0.5
         with pytest.raises(ScoringFailed, match=r"reward.timeout_seconds = 0\.5"):
             await pool.score(PROMPT, ["hang", "b"], IDS)
-        pool.workers.timeout_seconds = patience
+        pool.timeout_seconds = patience
         assert await values(pool, PROMPT, ["a", "b"], IDS) == [[1.0, 1.0]]
         assert before not in descendants(WORKER)
 

@@ -15,11 +15,12 @@ from processes import descendants
 from reward_pools import WORKER, reward_pool
 
 from torchtitan.grpo.config import Reward
-from torchtitan.grpo.rewards import scoring_pool, scoring_workers
+from torchtitan.grpo.rewards import scoring_pool
 from torchtitan.grpo.rewards.reward_loading import NAMES
 from torchtitan.grpo.rewards.scoring_pool import RewardError, RewardPool, ScoringFailed
 from torchtitan.grpo.rollout.drops import DropLog
 from torchtitan.grpo.types import Prompt
+from torchtitan.grpo.workers import pool as workers_pool
 from torchtitan.grpo.workers.owner import CallFailed
 
 FUNCTIONS = """
@@ -147,11 +148,11 @@ async def test_async_functions_of_one_group_wait_together_in_each_of_their_forms
         prompt = Prompt(0, "", np.array([1], np.int32), {})
         scored = await pool.score(prompt, ["a"], [[1]], [2, 0, 1])
         assert scored.values == [[1.0], [3.0], [2.0]]
-        assert not pool.workers.warning
+        assert not pool.warning
     async with started_pool(tmp_path, "partial", "alone") as pool:
-        assert re.search(r"one group at a time, .* async def \(.*:alone\)", pool.workers.warning)
+        assert re.search(r"one group at a time, .* async def \(.*:alone\)", pool.warning)
     async with started_pool(tmp_path, "instance", "partial", "think_answer_tags") as pool:
-        assert not pool.workers.warning  # it takes no time
+        assert not pool.warning  # it takes no time
 
 
 async def test_synchronous_functions_run_in_threads_if_the_user_says_so(tmp_path: Path):
@@ -165,9 +166,9 @@ async def test_an_async_function_that_hangs_is_cancelled_and_disturbs_no_other_g
 ):
     async with started_pool(tmp_path, "waiting") as pool:
         (worker,) = descendants(WORKER)
-        patience, pool.workers.timeout_seconds = pool.workers.timeout_seconds, 0.5
+        patience, pool.timeout_seconds = pool.timeout_seconds, 0.5
         hanging = await begin(pool, "hang", tmp_path)
-        pool.workers.timeout_seconds = patience
+        pool.timeout_seconds = patience
         waiting = asyncio.create_task(score(pool, "until cancelled", tmp_path))
         with pytest.raises(ScoringFailed, match=r"longer than reward.timeout_seconds = ") as failed:
             await hanging
@@ -197,11 +198,11 @@ async def test_a_group_that_nobody_waits_for_any_more_is_cancelled_alone(tmp_pat
 async def test_a_group_that_takes_its_worker_away_is_found_out_alone(
     guilty: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(scoring_workers, "_CANCEL_SECONDS", 0.5)
+    monkeypatch.setattr(workers_pool, "_CANCEL_SECONDS", 0.5)
     async with started_pool(tmp_path, "waiting", failures=2) as pool:
         (worker,) = descendants(WORKER)
         others = [await begin(pool, f"first time {i}", tmp_path) for i in range(3)]
-        pool.workers.timeout_seconds = 2.0
+        pool.timeout_seconds = 2.0
         with pytest.raises(ScoringFailed) as failed:
             await score(pool, guilty, tmp_path)
         assert failed.value.kind == kind
@@ -212,9 +213,9 @@ async def test_a_group_that_takes_its_worker_away_is_found_out_alone(
 async def test_groups_beside_a_thread_that_hangs_end_before_their_worker_does(tmp_path: Path):
     async with started_pool(tmp_path, "in_thread", concurrency=2) as pool:
         (worker,) = descendants(WORKER)
-        patience, pool.workers.timeout_seconds = pool.workers.timeout_seconds, 0.5
+        patience, pool.timeout_seconds = pool.timeout_seconds, 0.5
         hanging = await begin(pool, "hang", tmp_path)
-        pool.workers.timeout_seconds = patience
+        pool.timeout_seconds = patience
         other = await begin(pool, "until told", tmp_path)
         with pytest.raises(ScoringFailed, match=r"reward.timeout_seconds"):
             await hanging

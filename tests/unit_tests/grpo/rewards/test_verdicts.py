@@ -5,7 +5,7 @@
 
 import pytest
 
-from torchtitan.grpo.rewards.verdicts import written_score
+from torchtitan.grpo.rewards.judge import written_score
 
 # A number is read as it was meant, or not at all.
 WRITTEN: dict[str, float | None] = {

@@ -3,7 +3,7 @@
 
 """When the rollout process may use the training devices, as its own side sees it."""
 
-from torchtitan.grpo.rollout.device_requests import DeviceRequests
+from torchtitan.grpo.rollout.lending.lender import DeviceRequests
 from torchtitan.grpo.rollout.link_messages import DevicesWanted
 
 

@@ -12,7 +12,7 @@ from rollouts import rollout
 
 from torchtitan.grpo.inference.client import LogprobsError, ServerError
 from torchtitan.grpo.inference.http import RouteError
-from torchtitan.grpo.observe.step_line import dropped
+from torchtitan.grpo.observe.console import dropped
 from torchtitan.grpo.rollout.drops import DropLog, kind_of_request, run_summary
 from torchtitan.grpo.rollout.ledger import CloseReason
 from torchtitan.grpo.rollout.process import Announcer

@@ -20,8 +20,7 @@ from stub_clients import StubClient
 from torchtitan.grpo.config import GRPO, Rollout
 from torchtitan.grpo.inference.client import ServerError
 from torchtitan.grpo.rollout.admission import Admission
-from torchtitan.grpo.rollout.device_requests import DeviceRequests
-from torchtitan.grpo.rollout.lending.lender import Lender
+from torchtitan.grpo.rollout.lending.lender import DeviceRequests, Lender
 from torchtitan.grpo.rollout.lending.scheduler import Decision, LendScheduler, Lent, Moment
 from torchtitan.grpo.rollout.link_messages import DevicesWanted
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher

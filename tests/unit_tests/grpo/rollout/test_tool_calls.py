@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from torchtitan.grpo.rollout.agents import tool_calls
-from torchtitan.grpo.rollout.agents.thinking import divided, opened_by
+from torchtitan.grpo.rollout.agents.transcript import divided, opened_by
 
 FILE = Path(__file__).parent / "tool_call_texts.jsonl"
 FIRST, *TEXTS = map(json.loads, FILE.read_text().splitlines())

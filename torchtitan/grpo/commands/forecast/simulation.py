@@ -8,7 +8,7 @@ Which group may start, and which groups form a batch, is decided by the run's ow
 :func:`~torchtitan.grpo.rollout.serving.server_state.best_server`. An event is the next end of a
 completion on a server, the end of scoring, of training on a batch or on a part of it, or of a push.
 
-Left out: evaluations, failures, the adaptation of windows, hedged requests, predicted lengths, segments
+Left out: evaluations, failures, the adaptation of windows, predicted lengths, segments
 and overdue groups, teachers, and turns of environments and agents.
 """
 

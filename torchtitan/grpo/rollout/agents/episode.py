@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
-from torchtitan.grpo.rollout.agents.answering import Answering, EpisodeSettings
+from torchtitan.grpo.rollout.agents.answering import Answering, AnswerReader, EpisodeSettings
 from torchtitan.grpo.rollout.agents.exchange import (
     Answer,
     BadRequest,
@@ -22,7 +22,6 @@ from torchtitan.grpo.rollout.agents.exchange import (
     read_messages,
 )
 from torchtitan.grpo.rollout.agents.programs import MODEL, REWARD, finite_number
-from torchtitan.grpo.rollout.agents.reading import AnswerReader
 from torchtitan.grpo.rollout.agents.rows import EpisodeRows, Replay, Row
 from torchtitan.grpo.rollout.agents.transcript import Context, Message, Transcript
 from torchtitan.grpo.rollout.serving.dispatcher import Server

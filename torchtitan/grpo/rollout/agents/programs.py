@@ -9,6 +9,7 @@ A program ends alone: its process is killed together with everything in its sess
 import asyncio
 import contextlib
 import fcntl
+import itertools
 import json
 import logging
 import os
@@ -16,19 +17,27 @@ import shutil
 import signal
 import subprocess
 import tempfile
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import IO, Any, Protocol
 
 from torchtitan.grpo.config import Agent, Rollout, Workers
 from torchtitan.grpo.config.environments import own_key
 from torchtitan.grpo.rewards.reward_calls import LARGEST_REWARD
-from torchtitan.grpo.rollout.agents.episode_workers import EpisodeWorkers
-from torchtitan.grpo.rollout.agents.failures import EnvironmentFailed, EnvironmentsFailing
-from torchtitan.grpo.rollout.agents.function_worker import LoadFunction
+from torchtitan.grpo.rollout.agents.function_worker import (
+    Ended,
+    LoadEnvironment,
+    LoadFunction,
+    Run,
+    decode_reply,
+)
+from torchtitan.grpo.rollout.environments.protocol import EnvironmentFailed, EnvironmentsFailing
 from torchtitan.grpo.system.child import child_command
 from torchtitan.grpo.types import Prompt
 from torchtitan.grpo.workers.channel import NotPlainData, Refused, not_passed
-from torchtitan.grpo.workers.owner import OUTPUT_HINT, FailureLimit
+from torchtitan.grpo.workers.host import Cancelled
+from torchtitan.grpo.workers.owner import OUTPUT_HINT, CallFailed, FailureLimit, WorkerOwner
+from torchtitan.grpo.workers.pool import Worker, WorkerPool
 from torchtitan.grpo.workers.process import limits_of, worker_environment
 
 logger = logging.getLogger(__name__)
@@ -197,6 +206,50 @@ class Commands:
         return worker_environment(self._workers.pass_variables)
 
 
+class EpisodeWorkers(WorkerPool[Ended | Cancelled]):
+    """The processes of `function_worker`, each of which runs many episodes at the same time.
+
+    ``name`` is what the setting ``key`` loads. ``limit`` raises EnvironmentsFailing if too many
+    episodes in a row have failed.
+    """
+
+    def __init__(
+        self,
+        load: LoadFunction | LoadEnvironment,
+        number: int,
+        key: str,
+        name: str,
+        *,
+        timeout_seconds: tuple[float, str],
+        rollout: Rollout,
+        workers: Workers,
+        on_failure: Callable[[CallFailed], object],
+    ) -> None:
+        self.key = key
+        self.limit = owner = WorkerOwner(
+            "torchtitan.grpo.rollout.agents.function_worker",
+            decode_reply,
+            load,
+            subject=f"{key} {name!r}",
+            calls=f"episodes of {key} in a row failed",
+            error=EnvironmentsFailing,
+            timeout_seconds=timeout_seconds,
+            most_failures=(rollout.max_consecutive_failures, "rollout.max_consecutive_failures"),
+            workers=workers,
+            on_failure=on_failure,
+        )
+        super().__init__(owner, number)
+        self._numbers = itertools.count()
+        self.close = owner.close
+
+    async def run(
+        self, worker: Worker[Ended | Cancelled], row: dict[str, Any], variables: Mapping[str, str]
+    ) -> Ended | Refused:
+        reply = await self.call(worker, Run(next(self._numbers), row, dict(variables)))
+        assert not isinstance(reply, Cancelled), "a call that is cancelled is not answered"
+        return reply
+
+
 class Functions:
     """``agent.function``: runs many episodes in each worker process."""
 
@@ -222,7 +275,7 @@ class Functions:
     async def run(self, prompt: Prompt, access: Access) -> Any:
         key, worker = self._workers.key, await self._workers.enter()
         try:
-            reply = await self._workers.call(worker, row_of(prompt), access.variables())
+            reply = await self._workers.run(worker, row_of(prompt), access.variables())
         except NotPlainData as error:
             message = not_passed(prompt, prompt.columns, key, error)
             raise EnvironmentFailed("column", message) from error

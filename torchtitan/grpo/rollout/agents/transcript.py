@@ -10,6 +10,11 @@ program has rewritten a message, the chat template renders the whole conversatio
 
 Two messages are the same if their role, text and tool calls are: programs leave out fields,
 strip white space, and write the JSON of arguments anew, with ``1`` for ``1.0`` in some languages.
+
+Thinking is open where the chat template has opened it, or the answer begins with the tag. The first
+end tag ends it; any later one is text of the answer. The state of an unfinished answer is the tag
+that will end its thinking. It is empty if no thinking can follow any more, and None if nothing was
+written yet, so that thinking may begin.
 """
 
 import contextlib
@@ -21,7 +26,6 @@ from typing import Any
 
 import numpy as np
 
-from torchtitan.grpo.rollout.agents.thinking import divided, opened_by
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 
 Message = dict[str, Any]
@@ -33,7 +37,7 @@ class Context:
     """What a request shows to the model. ``text`` is only that behind ``turn``, with which it begins.
 
     ``is_known``: it begins with what the episode has had, or repeats an earlier request.
-    ``thinking`` is the state of the model's thinking (`thinking.py`).
+    ``thinking`` is the state of the model's thinking.
     """
 
     token_ids: list[int]
@@ -198,3 +202,27 @@ def _meaning(message: Message) -> str:
 def _number(text: str) -> float:
     """All numbers are floats, as JavaScript and others hold them."""
     return float(text) + 0.0  # not -0.0
+
+
+_TAGS = {"<think>": "</think>", "[THINK]": "[/THINK]"}
+THINKING_MARKS = (*_TAGS, *_TAGS.values())
+
+
+def opened_by(shown: str) -> str | None:
+    """Returns the state behind a text at whose end the template has opened the model's turn."""
+    shown = shown.rstrip()
+    if shown.endswith(tuple(_TAGS.values())):
+        return ""  # the template has switched thinking off
+    return next((end for begin, end in _TAGS.items() if shown.endswith(begin)), None)
+
+
+def divided(written: str, state: str | None) -> tuple[str, str, str | None]:
+    """Returns the thinking, the answer, and the state behind them."""
+    text = written.lstrip()
+    for begin, end in _TAGS.items():
+        if text.startswith(begin) and state in (None, end):
+            text, state = text.removeprefix(begin), end
+    if not state:
+        return "", written, "" if text else state
+    thinking, tag, answer = text.partition(state)
+    return thinking.strip(), answer.lstrip("\n"), "" if tag else state

@@ -13,11 +13,11 @@ from torchtitan.grpo.config import RolloutProcessConfig
 from torchtitan.grpo.rollout.agents.answering import EpisodeSettings
 from torchtitan.grpo.rollout.agents.endpoint import AgentEndpoint
 from torchtitan.grpo.rollout.agents.episode import AgentEpisode
-from torchtitan.grpo.rollout.agents.failures import EnvironmentFailed
 from torchtitan.grpo.rollout.agents.programs import Access, Programs, make_programs, reward_of
 from torchtitan.grpo.rollout.agents.tool_calls import parser_of
 from torchtitan.grpo.rollout.drops import DropLog
 from torchtitan.grpo.rollout.environments.program import Environments
+from torchtitan.grpo.rollout.environments.protocol import EnvironmentFailed
 from torchtitan.grpo.rollout.serving.dispatcher import Server
 from torchtitan.grpo.rollout.serving.requests import Sampling
 from torchtitan.grpo.rollout.serving.spare_slots import Places

@@ -4,12 +4,16 @@
 """Environments answer the model between its turns in multi-turn rollouts.
 
 In reading order: `protocol` (the interface of an environment), `program` (one episode, which is that of
-an agent: `rollout/agents/`), `observing` (from an observation to the next context), and `player` (calls
-environments in a worker process). `calculator` is an example.
+an agent: `rollout/agents/`), and `player` (calls environments in a worker process). `calculator` is an
+example.
 """
 
-from torchtitan.grpo.rollout.agents.failures import EnvironmentFailed, EnvironmentsFailing
-from torchtitan.grpo.rollout.environments.protocol import Environment, Observation
+from torchtitan.grpo.rollout.environments.protocol import (
+    Environment,
+    EnvironmentFailed,
+    EnvironmentsFailing,
+    Observation,
+)
 
 __all__ = [
     "Environment",

@@ -21,7 +21,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from torchtitan.grpo.types import Prompt
+from torchtitan.grpo.types import Generation, Prompt
+from torchtitan.grpo.workers.owner import CallFailed
 
 
 @dataclass(frozen=True)
@@ -90,3 +91,24 @@ class Environment(Protocol):
     async def close(self) -> None:
         """Releases the episode's resources. It is called once, even after a failure."""
         ...
+
+
+# Exit statuses and signals of programs that something else has ended, or that ask for another try.
+_ENDED_BY_OTHERS = (-9, -15, -2, -1, 75, 124, 125, 126, 127, 129, 130, 137, 143)
+
+
+class EnvironmentFailed(CallFailed):
+    """One episode cannot continue. ``written`` is the completion if what the policy wrote is why."""
+
+    written: Generation | None = None
+
+    def blame(self, written: Generation | None) -> None:
+        """Sets ``written``, unless the reason may be this machine, a service or the data."""
+        what, _, number = self.kind.rpartition(" ")
+        is_status = what == "exit status" and int(number) not in _ENDED_BY_OTHERS
+        if is_status or self.kind.startswith(("raised ", "bad reward", "bad observation")):
+            self.written = written
+
+
+class EnvironmentsFailing(RuntimeError):
+    """The environment does not work at all, so the run must stop."""

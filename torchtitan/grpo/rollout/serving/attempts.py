@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Sends a request to one server, or to a second one if the first stalls.
+"""Sends a request to a server and judges what comes back.
 
 A server reports new weights slightly before they are attested. A completion of such weights is
 held until then, and lost together with the server if they turn out to be wrong.
@@ -12,7 +12,6 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeVar
 
 from torchtitan.grpo.config import Rollout
 from torchtitan.grpo.inference.client import ServerError
@@ -22,8 +21,6 @@ from torchtitan.grpo.rollout.serving.server_state import Job, Server
 from torchtitan.grpo.types import GenerateRequest, Generation
 
 logger = logging.getLogger(__name__)
-
-_T = TypeVar("_T")
 
 
 class ServersFailing(RuntimeError):
@@ -207,54 +204,3 @@ class Attempts:
                 f"(rollout.max_consecutive_failures = {self._max_consecutive_failures}), "
                 f"the last on {server.url}: {error}"
             ) from error
-
-
-def is_overdue(
-    server: Server, job: Job, max_new_tokens: int, hedge_seconds: float, now: float
-) -> bool:
-    """Whether a second server should get the same request (``rollout.hedge_seconds``).
-
-    In Dean and Barroso, The Tail at Scale (2013, https://doi.org/10.1145/2408776.2408794), both
-    servers give the same answer. Here they are two samples, and the shorter one would usually
-    arrive first, which biases training. A completion is therefore hedged only if its server, at
-    its usual speed, would by now have generated the longest allowed answer.
-    """
-    speed = server.tokens_per_second
-    longest = max_new_tokens / speed if speed else 0.0
-    return now - job.started_at >= max(hedge_seconds, longest)
-
-
-async def first_answer(
-    first: asyncio.Task[_T],
-    start_hedge: Callable[[], asyncio.Task[_T] | None],
-    look_seconds: float,
-) -> tuple[_T, bool]:
-    """Returns the first answer of two attempts, and whether the second attempt gave it.
-
-    If both failed, an error other than :class:`GivenBack` is raised first. ``start_hedge`` is
-    called every ``look_seconds`` until it starts the second attempt.
-    """
-    running, hedge = {first}, None
-    failure: ServerError | None = None
-    try:
-        while running:
-            timeout = look_seconds if hedge is None else None
-            done, _ = await asyncio.wait(
-                running, timeout=timeout, return_when=asyncio.FIRST_COMPLETED
-            )
-            running -= done
-            errors = {task: task.exception() for task in done}
-            for task, error in errors.items():
-                if error is None:
-                    return task.result(), task is hedge
-                if not isinstance(error, ServerError):
-                    raise error
-                if failure is None or isinstance(failure, GivenBack):
-                    failure = error
-            if running and hedge is None and (hedge := start_hedge()) is not None:
-                running.add(hedge)
-    finally:
-        for task in running:
-            task.cancel()  # this notifies its server
-    assert failure is not None, "an attempt that did not succeed must have failed"
-    raise failure

@@ -24,18 +24,12 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torchtitan.grpo.config import Rollout
 from torchtitan.grpo.inference.client import InferenceClient, ServerError
 from torchtitan.grpo.rollout.drops import DropLog
-from torchtitan.grpo.rollout.serving.attempts import (
-    Attempts,
-    GivenBack,
-    ServersFailing,
-    first_answer,
-    is_overdue,
-)
+from torchtitan.grpo.rollout.serving.attempts import Attempts, GivenBack, ServersFailing
 from torchtitan.grpo.rollout.serving.concurrency import ConcurrencyWindow
 from torchtitan.grpo.rollout.serving.requests import Sampling
 from torchtitan.grpo.rollout.serving.server_state import Job, Patience, Server, best_server
@@ -56,7 +50,6 @@ _CLOSE_SECONDS = 0.7
 _CUT_SECONDS = 5.0
 _CUT_AGAIN_SECONDS = 0.5
 # Poll interval of a completion that waits for a server.
-_LOOK_SECONDS = 0.05
 _RETRY_SECONDS = 0.5
 # Weight of a new completion's length in the running mean of lengths.
 _LENGTH_GAIN = 0.02
@@ -65,14 +58,14 @@ _LOAD_PERIOD_SECONDS = 1.0
 
 @dataclass(eq=False)
 class _Completion:
-    """``floor`` is the oldest version that may generate it. ``jobs`` are two if it is hedged."""
+    """``floor`` is the oldest version that may generate it. ``place`` is its job on a server."""
 
     prompt: Prompt
     sampling: Sampling
     floor: int
     expected_tokens: float
     allowed: Callable[[Server], bool] | None = None
-    jobs: dict[Server, Job] = field(default_factory=dict)
+    place: tuple[Server, Job] | None = None
 
     @property
     def is_evaluation(self) -> bool:
@@ -83,9 +76,8 @@ class Dispatcher:
     """Manages all servers and the completions in flight on them.
 
     Callers of :meth:`submit` must respect ``max_concurrent_rollouts``; the dispatcher applies
-    it to the windows of servers and to hedges. ``listeners`` are called when a server may have
-    become free or ready. A hedged rollout counts twice in ``in_flight``, which leaves out
-    evaluations.
+    it to the windows of servers. ``listeners`` are called when a server may have become free or
+    ready. ``in_flight`` leaves out evaluations.
     """
 
     def __init__(
@@ -100,7 +92,7 @@ class Dispatcher:
         self.in_flight = self.num_held = 0
         self.in_flight_evaluation = 0
         self.listeners: list[Callable[[], None]] = []
-        self.num_hedged = self.num_hedges_won = self.num_cut = 0
+        self.num_cut = 0
         self._config, self._group_size = config, group_size
         self.attempts = Attempts(config, vocab_size, self.set_lost, drops or DropLog())
         self._mean_tokens: float | None = None
@@ -221,10 +213,7 @@ class Dispatcher:
             await asyncio.sleep(_LOAD_PERIOD_SECONDS)
 
     def metrics(self) -> dict[str, float]:
-        values = {
-            "rollout/hedged_completions": float(self.num_hedged),
-            "rollout/hedges_won": float(self.num_hedges_won),
-        }
+        values: dict[str, float] = {}
         for url, server in self.servers.items():
             name = f"servers/{url.partition('://')[2]}"
             values |= {f"{name}/{key}": value for key, value in server.metrics().items()}
@@ -295,7 +284,7 @@ class Dispatcher:
         completion = _Completion(prompt, sampling, server.version, expected_tokens, allowed)
         self._place(completion, server)
         self._count_flight(1, completion.is_evaluation)
-        task = asyncio.create_task(self._complete(completion, server))
+        task = asyncio.create_task(self._complete(completion))
         task.add_done_callback(lambda _: self._release(completion))
         return task
 
@@ -334,18 +323,16 @@ class Dispatcher:
         # The indices of held-out prompts are not group IDs.
         group_id = None if is_evaluation else completion.prompt.group_id
         job = server.begin_job(completion.expected_tokens, group_id, is_evaluation=is_evaluation)
-        completion.jobs[server] = job
+        completion.place = server, job
 
-    def _vacate(
-        self, completion: _Completion, server: Server, num_tokens: int | None = None
-    ) -> None:
-        job = completion.jobs.pop(server, None)
-        if job is not None:
+    def _vacate(self, completion: _Completion, num_tokens: int | None = None) -> None:
+        if completion.place is not None:
+            server, job = completion.place
             server.end_job(job, num_tokens)
+            completion.place = None
 
     def _release(self, completion: _Completion) -> None:
-        for server in list(completion.jobs):  # attempts that were cancelled before they began
-            self._vacate(completion, server)
+        self._vacate(completion)  # its attempt may have been cancelled before it began
         self._count_flight(-1, completion.is_evaluation)
 
     def _count_flight(self, change: int, is_evaluation: bool) -> None:
@@ -360,71 +347,38 @@ class Dispatcher:
         for listener in self.listeners:
             listener()
 
-    async def _complete(self, completion: _Completion, server: Server) -> Generation:
+    async def _complete(self, completion: _Completion) -> Generation:
         num_failed = 0.0
         while True:
             try:
-                return await self._answer(completion, server)
+                return await self._attempt(completion)
             except ServerError as error:
                 if not isinstance(error, GivenBack):
                     num_failed += 1.0 if error.was_answered else _FAILED_CONNECTION
                 if num_failed >= _ATTEMPTS:
                     raise
-                server = await self._next_server(completion, error)
-            self._place(completion, server)
+                self._place(completion, await self._next_server(completion, error))
 
-    async def _answer(self, completion: _Completion, server: Server) -> Generation:
-        hedge_seconds = self._config.hedge_seconds
-        if hedge_seconds == 0 or completion.is_evaluation:
-            return await self._attempt(completion, server)
-        generation, is_hedge = await first_answer(
-            asyncio.create_task(self._attempt(completion, server)),
-            lambda: self._hedge(completion, server),
-            max(hedge_seconds / 4, _LOOK_SECONDS),
-        )
-        self.num_hedges_won += is_hedge
-        return generation
-
-    async def _attempt(self, completion: _Completion, server: Server) -> Generation:
+    async def _attempt(self, completion: _Completion) -> Generation:
+        assert completion.place is not None, "a completion has a place before it is requested"
+        server, job = completion.place
         request_id = f"{self._run_id}-{completion.prompt.group_id}-{next(self._counter)}-"
         request = completion.sampling.request(request_id, completion.prompt)
-        job = completion.jobs[server]
         try:
             generation = await self.attempts.run(server, job, request)
         except BaseException:  # also if it was cancelled
-            self._vacate(completion, server)
+            self._vacate(completion)
             raise
         num_tokens = len(generation.token_ids)
         if job.is_cut:
-            self._vacate(completion, server)
+            self._vacate(completion)
             return generation  # it may be a part
-        self._vacate(completion, server, num_tokens)
+        self._vacate(completion, num_tokens)
         if completion.is_evaluation:
             return generation  # its prompt and settings differ, and so does its length
         former = num_tokens if self._mean_tokens is None else self._mean_tokens
         self._mean_tokens = former + _LENGTH_GAIN * (num_tokens - former)
         return generation
-
-    def _hedge(self, completion: _Completion, first: Server) -> asyncio.Task[Generation] | None:
-        job, longest = completion.jobs[first], completion.sampling.max_new_tokens
-        if not is_overdue(first, job, longest, self._config.hedge_seconds, time.monotonic()):
-            return None
-        if self.in_flight >= self._config.max_concurrent_rollouts:
-            return None
-        others = self.ready(lambda version: version >= completion.floor)
-        second = best_server(server for server in others if server is not first)
-        if second is None:
-            return None
-        logger.warning(
-            "%s has not answered for %.1f s. %s gets the request as well (rollout.hedge_seconds).",
-            first.url, time.monotonic() - job.started_at, second.url,
-        )  # fmt: skip
-        self.num_hedged += 1
-        self._place(completion, second)
-        self._count_flight(1, is_evaluation=False)
-        task = asyncio.create_task(self._attempt(completion, second))
-        task.add_done_callback(lambda _: self._count_flight(-1, is_evaluation=False))
-        return task
 
     async def _next_server(self, completion: _Completion, error: ServerError) -> Server:
         """Prefers a server with other completions of the group, which has computed the prompt."""

@@ -28,7 +28,7 @@ from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from torchtitan.grpo.config import Judge as JudgeSettings
 from torchtitan.grpo.inference.embedded.model import load_model
 from torchtitan.grpo.rewards.judge import Judge
-from torchtitan.grpo.rewards.reward_log import RewardLog
+from torchtitan.grpo.rewards.reward_loading import RewardLog
 from torchtitan.grpo.system.child import stop_children
 from torchtitan.grpo.weight_wire.process_group import destroy_weight_group
 
