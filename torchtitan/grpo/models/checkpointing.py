@@ -4,7 +4,7 @@
 """Activation checkpointing of ``[activation_checkpoint]``: what a backward pass computes again."""
 
 from collections import Counter
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -58,7 +58,7 @@ def apply_checkpointing(model: nn.Module, config: JobConfig) -> None:
                 for name, module in block.named_modules()
                 if name.endswith("router.gate") and isinstance(module, nn.Linear)
             }
-            options["context_fn"] = partial(_selective_contexts, saved_operations(), shapes)
+            options["context_fn"] = _selective_contexts(saved_operations(), shapes)
         elif settings.mode == "selective":
             every = max(int(settings.selective_ac_option), 1)
             if (int(number) + 1) % every:
@@ -82,18 +82,23 @@ def _ignore_profiler_marks() -> None:
     }
 
 
-def _selective_contexts(saved: set[Any], recomputed: set[torch.Size]) -> Any:
-    counts = Counter[bool]()
+def _selective_contexts(saved: set[Any], recomputed: set[torch.Size]) -> Callable[[], Any]:
+    """Returns a closure: the compiler would look into the arguments of a partial function."""
 
-    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if op == _to_copy and args[0].is_cuda and str(kwargs.get("device")) == "cpu":
-            return CheckpointPolicy.MUST_SAVE  # the host would wait a second time
-        is_saved = op in saved
-        if op == _mm:
-            if args[1].shape in recomputed:
-                return CheckpointPolicy.PREFER_RECOMPUTE
-            counts[ctx.is_recompute] += 1
-            is_saved = counts[ctx.is_recompute] % 2 == 1
-        return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
+    def contexts() -> Any:
+        counts = Counter[bool]()
 
-    return torch.utils.checkpoint.create_selective_checkpoint_contexts(policy)
+        def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+            if op == _to_copy and args[0].is_cuda and str(kwargs.get("device")) == "cpu":
+                return CheckpointPolicy.MUST_SAVE  # the host would wait a second time
+            is_saved = op in saved
+            if op == _mm:
+                if args[1].shape in recomputed:
+                    return CheckpointPolicy.PREFER_RECOMPUTE
+                counts[ctx.is_recompute] += 1
+                is_saved = counts[ctx.is_recompute] % 2 == 1
+            return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+        return torch.utils.checkpoint.create_selective_checkpoint_contexts(policy)
+
+    return contexts
