@@ -165,9 +165,9 @@ class ExampleStream:
     """The examples of a file, shuffled anew in each epoch, resumable by their position.
 
     Raises :class:`DataError` if the file, a row that was checked, or every example is unusable.
-    ``path`` is the value of ``key``. ``date`` is what chat templates take for now; empty is the
-    time of the first rendering. ``num_too_long`` and ``num_unusable`` count the rows left out so
-    far, the latter those that are no examples and that the check has not found.
+    ``path`` is the value of the setting ``key``. ``date`` is the current date for chat templates; if it
+    is empty, it is the time of the first rendering. ``num_too_long`` and ``num_unusable`` count
+    the rows left out so far. The latter are not valid examples, and stand behind the checked rows.
     """
 
     def __init__(

@@ -65,7 +65,10 @@ def load_hf_weights(
     setting: str = "model.hf_assets_path",
     new: Collection[str] = (),
 ) -> None:
-    """Fills sharded parameters; ModelError if files do not fit, or were exported and have changed.
+    """Fills sharded parameters from a directory.
+
+    Raises ModelError if its files do not match the model, or if they are an export of this project that
+    was changed since.
 
     Of ``new`` parameters, those that the files lack keep their values.
     """

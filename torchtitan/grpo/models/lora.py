@@ -232,7 +232,10 @@ def peft_name(adapter: StateDictAdapter, name: str) -> str:
 
 
 class PeftStateDictAdapter:
-    """Gives a push of adapters PEFT's names; a server compares ``base_digest`` with its own base."""
+    """Renames adapters to PEFT's names as they are pushed.
+
+    A server compares ``base_digest`` with the digest of its own base model.
+    """
 
     def __init__(self, adapter: StateDictAdapter, base_model: str) -> None:
         self._adapter, self.base_digest = adapter, base_digest(base_model)

@@ -209,7 +209,7 @@ def _is_frozen(weight: Any) -> bool:
 
 
 def _input_of(description: Any) -> int | None:
-    """Returns the number of the input whose gradient an output is; None for other outputs."""
+    """Returns the index of the input that this output is the gradient of; None if it is no gradient."""
     while isinstance(description, SubclassGetAttrAOTOutput):  # a part of a DTensor
         description = description.base
     if not isinstance(description, GradAOTOutput):

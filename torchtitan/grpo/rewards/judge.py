@@ -55,7 +55,8 @@ class _Verdict:
 class Judge:
     """Scores completions by the answers of a judge, in one event loop.
 
-    Verdicts are kept, so that equal requests are sent once. ``limit_seconds`` is that of a group.
+    Verdicts are kept, so that equal requests are sent once. ``limit_seconds`` is the time in which a whole group
+    must be scored.
     """
 
     def __init__(self, settings: Settings, limit_seconds: float) -> None:

@@ -357,4 +357,4 @@ class EvaluationSession(_Session):
 
 
 async def _ignore(servers: list[ServerInfo]) -> None:
-    """Takes the news that the servers have changed, which concerns the trainer of a run."""
+    """Ignores that the servers have changed: only the trainer of a run acts on it."""

@@ -88,7 +88,10 @@ def _refuse(path: str | os.PathLike[str], mode: int) -> None:
 
 
 def write_whole(file: Path, content: bytes) -> None:
-    """Writes a file in one rename, durably, and makes its folder. A full disk leaves nothing."""
+    """Writes a file in one rename, durably, and makes its folder.
+
+    If that fails, as on a full disk, no partial file remains, and a file that was there is unchanged.
+    """
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_name(file.name + ".partial")
     try:

@@ -70,8 +70,8 @@ class Minibatch:
 class TraineeLoss(ABC):
     """Computes the loss of one minibatch, microbatch by microbatch, and keeps their metrics.
 
-    Pipelines may compute a loss twice to infer shapes; its metrics count once. ``scale`` is the
-    factor of `GradientParts`.
+    Pipelines may compute a loss twice to infer shapes; the metrics of both count once. ``scale`` is the
+    factor by which `GradientParts` multiplies this minibatch's gradient.
     """
 
     def __init__(self, scale: float) -> None:
@@ -124,7 +124,10 @@ class Trainee(ABC):
 
     @abstractmethod
     def loss(self, minibatch: Minibatch, scale: float) -> TraineeLoss:
-        """Returns its loss of a minibatch. May finish passes that are collective."""
+        """Returns the trainee's loss of a minibatch.
+
+        Collective: it may first complete forward passes that the minibatch needs.
+        """
 
     def learns(self, step: int) -> bool:
         return step >= self.first_step

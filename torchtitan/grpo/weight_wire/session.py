@@ -154,7 +154,7 @@ class UpdateSession:
     def with_adapters(
         self, factors: Mapping[str, torch.Tensor], *, all_weights: bool
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields the weights that adapters change, or all weights, with the adapters added."""
+        """Yields base weights with the adapters added: those that adapters change, or all of them."""
         assert self._lora_scale is not None, "no adapters were announced"
         add = self._base_weights.all_with if all_weights else self._base_weights.adapted
         return add(factors, self._lora_scale)

@@ -119,7 +119,10 @@ def lendings(plan: Plan, config: JobConfig, split: Split) -> Iterator[Change]:
 
 
 def moved(plan: Plan, config: JobConfig, split: Split) -> Change:
-    """The settings of another split, as far as settings decide it."""
+    """Returns the settings that divide the devices between ranks and servers in this way.
+
+    What no setting decides is left out.
+    """
     settings = dict(_server_settings(config, split))
     if split.num_ranks != plan.split.num_ranks:
         settings["nproc"] = split.num_ranks
