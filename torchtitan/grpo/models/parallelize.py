@@ -126,9 +126,18 @@ def _style_of(part: Part) -> ParallelStyle | None:
         return SequenceParallel()
     if part.norms == "heads":
         return SequenceParallel(sequence_dim=2, use_local_output=True)
-    if not part.is_linear or part.cut is None:
+    if part.is_stacked:
         return None
+    if part.cut is None:
+        return _Whole()
     return ColwiseParallel() if part.cut == 0 else RowwiseParallel(output_layouts=Shard(1))
+
+
+class _Whole(ParallelStyle):
+    """Every rank holds the weights, and computes all of the outputs of its inputs."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return distribute_module(module, device_mesh)
 
 
 def _submodule(module: nn.Module, name: str) -> Any:
@@ -140,10 +149,8 @@ def _submodule(module: nn.Module, name: str) -> Any:
 def _divide_experts(block: Any, dims: ParallelDims) -> None:
     moe: MoE = block.moe
     tensor_mesh, experts_mesh = dims.get_optional_mesh("tp"), dims.get_optional_mesh("ep")
-    if tensor_mesh is not None:
-        distribute_module(moe.router, tensor_mesh)  # whole on every rank
-        if experts_mesh is None:
-            moe.tensor_group = tensor_mesh.get_group()
+    if tensor_mesh is not None and experts_mesh is None:
+        moe.tensor_group = tensor_mesh.get_group()
     if experts_mesh is not None:
         moe.experts.expert_group = experts_mesh.get_group()
     mesh = experts_mesh or tensor_mesh

@@ -82,10 +82,15 @@ def heads(rows: int, seq: int, q_heads: int, kv_heads: int, dtype=torch.float64)
     return [tensor.requires_grad_() for tensor in made]
 
 
-def attend(kind, reach, inputs, scale=None):
+def attend(kind, reach, inputs, scale=None, **of_mask):
     """Returns the output, and the gradients of a sum that weighs each of its numbers."""
-    mask = packed_mask(reach, kind, HostReach(reach))
-    out = PackedAttention()(*inputs, mask, scale)
+    mask = packed_mask(reach, kind, HostReach(reach), **of_mask)
+    return with_gradients(PackedAttention()(*inputs, mask, scale), inputs)
+
+
+def with_gradients(out, inputs):
+    if not out.requires_grad:
+        return (out,)
     weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
     return out.detach(), *torch.autograd.grad((out * weights).sum(), inputs)
 
@@ -140,6 +145,40 @@ def test_varlen_has_the_window_of_the_dense_mask_where_nothing_is_shared():
         for kind in ("varlen", "sdpa")
     ]
     torch.testing.assert_close(*found)
+
+
+def spelled_out(q, k, v, sees):
+    """Attention of [rows, heads, seq, 16] with a mask [rows, seq, seq], without a function of torch's."""
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
+    weights = (q @ k.transpose(2, 3) / 4).exp() * sees[:, None]
+    return weights / weights.sum(-1, keepdim=True) @ v
+
+
+# Rows of 40 tokens, one of which is a single sequence: a window of 39 hides one token from one other.
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.usefixtures("_eager", "varlen")
+@pytest.mark.parametrize("window", [1, 2, 5, 39, 40, 41])
+@pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared"])
+@pytest.mark.parametrize("kind", ["sdpa", "flex", "varlen"])
+def test_every_kernel_has_the_window_that_is_spelled_out(kind, shared, window):
+    torch.manual_seed(window)
+    packed = [some_reach(seed, 1, 40, shared=shared) for seed in range(3)]
+    reach = torch.cat([*packed, torch.full((1, 40), 40)])
+    assert bool((reach[:, :-1] > reach[:, 1:]).any()) == shared
+    sees = visible(reach)
+    positions = sees.sum(-1) - 1  # what a token sees without a window is its sequence up to itself
+    sees &= positions[:, :, None] - positions[:, None, :] < window
+    assert bool((sees.sum(-1) == 1).all()) == (window == 1)
+    assert bool(sees[-1, -1, 0]) == (window >= 40)
+    inputs = heads(4, 40, 6, 2)
+    if kind == "flex":  # whose gradients need a GPU
+        inputs = [tensor.detach() for tensor in inputs]
+    of_mask = {"window": window, "positions": positions, "may_share": shared}
+    found = attend(kind, reach, inputs, **of_mask)
+    for one, expected in zip(
+        found, with_gradients(spelled_out(*inputs, sees), inputs), strict=True
+    ):
+        torch.testing.assert_close(one, expected, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("seed", range(6))
