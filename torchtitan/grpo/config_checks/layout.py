@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from torchtitan.grpo.config.frame import Parallelism
 from torchtitan.grpo.config.job_config import JobConfig
-from torchtitan.grpo.models.blocks.rows import GatedFeedForward, RoutedExperts
+from torchtitan.grpo.models.blocks.parts import GatedFeedForward, RoutedExperts
 from torchtitan.grpo.pipeline.helix_limits import helix_model_problems, helix_problems
 from torchtitan.grpo.pipeline.schedules import HELIX, SCHEDULES
 from torchtitan.grpo.pipeline.stages import stage_modules

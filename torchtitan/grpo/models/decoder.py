@@ -18,8 +18,8 @@ import torch.nn as nn
 from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.models.blocks.attention import truncated_normal_
 from torchtitan.grpo.models.blocks.layer import Block
+from torchtitan.grpo.models.blocks.parts import Layers
 from torchtitan.grpo.models.blocks.rotary import Rotary, read_rotary
-from torchtitan.grpo.models.blocks.rows import Layers
 from torchtitan.grpo.models.families import Family
 from torchtitan.grpo.models.packed_attention import Mask
 from torchtitan.grpo.system.logs import logger

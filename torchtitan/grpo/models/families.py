@@ -3,7 +3,7 @@
 
 """The model families: one row for each architecture in ``config.json``.
 
-A family chooses the blocks of each layer (`blocks/rows.py`). Torch is not imported.
+A family chooses the blocks of each layer (`blocks/parts.py`). Torch is not imported.
 See `docs/how-to/extend.md`.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torchtitan.grpo.models.blocks.rows import (
+from torchtitan.grpo.models.blocks.parts import (
     FeedForward,
     GatedFeedForward,
     GroupedAttention,

@@ -3,7 +3,7 @@
 
 """Names and forms of a decoder's parameters on disk and on servers, as Hugging Face gives them.
 
-The names of a layer's weights stand beside its parts in `blocks/rows.py`, with ``{}`` for the number of an
+The names of a layer's weights stand beside its parts in `blocks/parts.py`, with ``{}`` for the number of an
 expert. Parameters have the form that they have on disk, so that a push only renames them. Stacked
 experts are views of one tensor.
 """
@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from torchtitan.grpo.models.blocks.rows import Layer
+from torchtitan.grpo.models.blocks.parts import Layer
 from torchtitan.grpo.models.decoder import DecoderArgs
 from torchtitan.grpo.weight_wire.model_files import EMBEDDING, OUTPUT
 

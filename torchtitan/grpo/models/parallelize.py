@@ -4,7 +4,7 @@
 """Applies every parallelism except the pipeline's to a model or to one of its stages.
 
 Tensor parallelism (https://arxiv.org/abs/1909.08053) with sequence parallelism
-(https://arxiv.org/abs/2205.05198) divides what the rows of blocks say (`blocks/rows.py`). Between blocks, a
+(https://arxiv.org/abs/2205.05198) divides what the rows of blocks say (`blocks/parts.py`). Between blocks, a
 rank holds its part of the sequence. Context parallelism uses all-to-all (`packed_attention.py`).
 """
 
@@ -32,7 +32,7 @@ from torch.distributed.tensor.parallel import (
 
 from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.models.blocks.experts import MoE
-from torchtitan.grpo.models.blocks.rows import Layer, Part
+from torchtitan.grpo.models.blocks.parts import Layer, Part
 from torchtitan.grpo.models.checkpointing import apply_checkpointing
 from torchtitan.grpo.models.decoder import blocks_of, embeds_tokens, tie_again
 from torchtitan.grpo.models.fsdp import apply_data_parallel

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from torchtitan.grpo.config.frame import Parallelism
 from torchtitan.grpo.config.job_config import JobConfig
-from torchtitan.grpo.models.blocks.rows import GroupedAttention
+from torchtitan.grpo.models.blocks.parts import GroupedAttention
 from torchtitan.grpo.pipeline.schedules import AUTO, SCHEDULES, Schedule, measured_with
 from torchtitan.grpo.pipeline.tables.actions import ranks_of_stages
 

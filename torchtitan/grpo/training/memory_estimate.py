@@ -4,7 +4,7 @@
 """Estimates the memory of a training step on one rank, before anything is built.
 
 States follow from shapes and layout. Activations are all tensors that a layer's backward pass needs, which
-the rows of its blocks know (`models/blocks/rows.py`). For compiled blocks, which keep less, they are upper
+the rows of its blocks know (`models/blocks/parts.py`). For compiled blocks, which keep less, they are upper
 bounds.
 """
 

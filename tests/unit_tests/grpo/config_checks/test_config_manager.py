@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from torchtitan.grpo.config_checks import ConfigError, check_model, load_config
-from torchtitan.grpo.models.blocks.rows import (
+from torchtitan.grpo.models.blocks.parts import (
     GatedFeedForward,
     GroupedAttention,
     Layer,

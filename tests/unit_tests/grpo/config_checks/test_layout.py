@@ -8,7 +8,7 @@ import pytest
 
 from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.config_checks.layout import describe_layout, model_layout_problems
-from torchtitan.grpo.models.blocks.rows import (
+from torchtitan.grpo.models.blocks.parts import (
     GatedFeedForward,
     GroupedAttention,
     Layer,

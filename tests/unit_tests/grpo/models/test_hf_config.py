@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchtitan.grpo.models.blocks.rows import RoutedExperts
+from torchtitan.grpo.models.blocks.parts import RoutedExperts
 from torchtitan.grpo.models.hf_config import ModelError, read_hf_model
 from torchtitan.grpo.models.hf_weights import write_hf
 from torchtitan.grpo.weight_wire.model_folder import require_undamaged

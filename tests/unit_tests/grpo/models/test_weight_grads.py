@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 import torchtitan.grpo.models.blocks.experts as blocks
 from torchtitan.grpo.models.blocks.experts import GroupedExperts, Groups, spread
-from torchtitan.grpo.models.blocks.rows import RoutedExperts
+from torchtitan.grpo.models.blocks.parts import RoutedExperts
 from torchtitan.grpo.models.weight_grads import (
     DeferredExperts,
     WeightGradients,

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from torchtitan.grpo.config.frame import Parallelism
-from torchtitan.grpo.models.blocks.rows import (
+from torchtitan.grpo.models.blocks.parts import (
     GatedFeedForward,
     GroupedAttention,
     Layer,

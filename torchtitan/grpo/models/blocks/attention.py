@@ -6,8 +6,8 @@
 import torch
 import torch.nn as nn
 
+from torchtitan.grpo.models.blocks.parts import GroupedAttention
 from torchtitan.grpo.models.blocks.rotary import rotate
-from torchtitan.grpo.models.blocks.rows import GroupedAttention
 from torchtitan.grpo.models.packed_attention import Mask, PackedAttention
 
 

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch.distributed import _functional_collectives as funcol
 
 from torchtitan.grpo.models.blocks.attention import truncated_normal_
-from torchtitan.grpo.models.blocks.rows import RoutedExperts
+from torchtitan.grpo.models.blocks.parts import RoutedExperts
 from torchtitan.grpo.models.shards import local_part, summed_part
 
 _GROUP_MULTIPLE = 8

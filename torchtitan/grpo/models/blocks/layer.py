@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from torchtitan.grpo.models.blocks.attention import Attention, truncated_normal_
 from torchtitan.grpo.models.blocks.experts import MoE
-from torchtitan.grpo.models.blocks.rows import GatedFeedForward, Layer
+from torchtitan.grpo.models.blocks.parts import GatedFeedForward, Layer
 from torchtitan.grpo.models.packed_attention import Mask
 
 
