@@ -8,7 +8,7 @@ row for each; nothing else knows what is inside.
 
 | file | holds |
 |---|---|
-| `rows.py` | The rows: parts with their names on disk, mask, cost, kept bytes, how parts are divided, LoRA's targets |
+| `parts.py` | The rows: parts with their names on disk, mask, cost, kept bytes, how parts are divided, LoRA's targets |
 | `attention.py` | Attention with groups of query heads |
 | `experts.py` | A mixture of experts, and the exchange of its tokens |
 | `layer.py` | The gated feed-forward, and a layer: which module computes which row |

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Attention with groups of query heads; see `rows.py`."""
+"""Attention with groups of query heads; see `parts.py`."""
 
 import torch
 import torch.nn as nn

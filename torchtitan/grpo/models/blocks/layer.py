@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The gated feed-forward, and a layer of attention and feed-forward; see `rows.py`."""
+"""The gated feed-forward, and a layer of attention and feed-forward; see `parts.py`."""
 
 from typing import Any
 
