@@ -37,8 +37,7 @@ from torchtitan.grpo.training.model_spec import hf_train_spec, whole_model_runne
 from torchtitan.grpo.training.optimizers import build_optimizers
 from torchtitan.grpo.training.scoring import MinibatchLoss
 from torchtitan.grpo.training.trainee import ScoredRows
-from torchtitan.grpo.upstream.parallelism import parallel_dims
-from torchtitan.grpo.upstream.tools import utils
+from torchtitan.grpo.upstream.parallelism import parallel_dims, utils
 
 _QWEN3 = {
     "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,

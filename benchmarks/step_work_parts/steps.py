@@ -36,7 +36,7 @@ from torchtitan.grpo.data.rows import Sample, build_rows
 from torchtitan.grpo.data.step_plan import SampleTable
 from torchtitan.grpo.losses.objective import metric_reductions
 from torchtitan.grpo.models.hf_config import HFModel, read_hf_model
-from torchtitan.grpo.system.dtypes import TORCH_DTYPE_MAP
+from torchtitan.grpo.system.device import TORCH_DTYPE_MAP
 from torchtitan.grpo.training.gradient_norm import GradientClipper
 from torchtitan.grpo.training.guards import Guards
 from torchtitan.grpo.training.learner import Learner, Policy
@@ -56,8 +56,7 @@ from torchtitan.grpo.training.optimizers import build_optimizers
 from torchtitan.grpo.training.ranks import rank_role
 from torchtitan.grpo.training.scoring import Scorer
 from torchtitan.grpo.types import BatchPart, PromptProgress
-from torchtitan.grpo.upstream.parallelism import ParallelDims, dist_utils, parallel_dims
-from torchtitan.grpo.upstream.tools import utils
+from torchtitan.grpo.upstream.parallelism import ParallelDims, dist_utils, parallel_dims, utils
 
 DEVICE = torch.device("cuda")
 SEQUENCE, PROMPT = 1024, 128

@@ -40,7 +40,7 @@ from intercepted import Devices, Operations
 from recorded import Access, Event, Group, Memory, Stream, Token, Work
 from torch.utils._pytree import tree_leaves
 
-from torchtitan.grpo.system import own_streams
+from torchtitan.grpo.system import device
 from torchtitan.grpo.weight_wire import device_lanes, receiving
 
 _PATIENCE_SECONDS = 10.0
@@ -84,7 +84,7 @@ class Recorder:
             for name, value in cuda.items():
                 stack.enter_context(mock.patch.object(torch.cuda, name, value))
             stack.enter_context(mock.patch.object(dist, "broadcast", self._broadcast))
-            stack.enter_context(mock.patch.object(own_streams, "_create", lambda device: 0))
+            stack.enter_context(mock.patch.object(device, "_create_stream", lambda device: 0))
             stack.enter_context(mock.patch.object(device_lanes, "_lanes", _OfProcess(self)))
             # What is kept beyond a test would be asked for events that no longer exist.
             stack.enter_context(mock.patch.object(receiving, "_written", []))

@@ -48,8 +48,8 @@ from torchtitan.grpo.run_folder.folder import hold
 from torchtitan.grpo.system import strict_json
 from torchtitan.grpo.system.child import end_marked
 from torchtitan.grpo.system.cores import share_cores
+from torchtitan.grpo.system.device import TORCH_DTYPE_MAP
 from torchtitan.grpo.system.disk_failures import disk_failure
-from torchtitan.grpo.system.dtypes import TORCH_DTYPE_MAP
 from torchtitan.grpo.system.environment import RUN_VARIABLE
 from torchtitan.grpo.system.errors import RunError
 from torchtitan.grpo.system.files import damaged_files

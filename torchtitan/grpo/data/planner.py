@@ -22,7 +22,7 @@ from torchtitan.grpo.models.hf_config import HFModel
 from torchtitan.grpo.observe.sample_log import SampleLog
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 from torchtitan.grpo.types import BatchPart, Rollout, RolloutGroup
-from torchtitan.grpo.upstream.tools import utils
+from torchtitan.grpo.upstream.parallelism import utils
 
 _PADDING = "data/padding_fraction"
 

@@ -17,7 +17,7 @@ from torchtitan.grpo.models.packed_attention import (
     flex_pays,
     packed_mask,
 )
-from torchtitan.grpo.system.dtypes import TORCH_DTYPE_MAP
+from torchtitan.grpo.system.device import TORCH_DTYPE_MAP
 from torchtitan.grpo.system.logs import logger
 
 _VARLEN_CAPABILITY = (8, 0)

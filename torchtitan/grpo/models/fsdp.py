@@ -19,10 +19,12 @@ from torch.distributed.tensor import Shard
 from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.models.decoder import blocks_of, is_tied
 from torchtitan.grpo.models.packed_model import PackedModel, ValueHead
-from torchtitan.grpo.system.device import disable_fsdp_gradient_division, prepare_fsdp_for_gloo
-from torchtitan.grpo.system.dtypes import TORCH_DTYPE_MAP
-from torchtitan.grpo.upstream.parallelism import ParallelDims, replicas_mesh
-from torchtitan.grpo.upstream.tools import utils
+from torchtitan.grpo.system.device import (
+    TORCH_DTYPE_MAP,
+    disable_fsdp_gradient_division,
+    prepare_fsdp_for_gloo,
+)
+from torchtitan.grpo.upstream.parallelism import ParallelDims, replicas_mesh, utils
 
 
 def apply_data_parallel(model: PackedModel, dims: ParallelDims, config: JobConfig) -> None:

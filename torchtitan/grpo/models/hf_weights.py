@@ -22,7 +22,7 @@ from torchtitan.grpo.models.decoder import is_tied
 from torchtitan.grpo.models.hf_names import StateDictAdapter
 from torchtitan.grpo.models.lora import export_peft, lora_scale, whole_folder, with_adapters
 from torchtitan.grpo.models.shards import in_buckets, local_block, local_tensor, named_parameters
-from torchtitan.grpo.system.dtypes import TORCH_DTYPE_MAP
+from torchtitan.grpo.system.device import TORCH_DTYPE_MAP
 from torchtitan.grpo.system.files import sums_of, write_sums
 from torchtitan.grpo.weight_wire.adapter_names import is_adapter
 from torchtitan.grpo.weight_wire.model_files import EMBEDDING, INDEX_FILE, WeightFiles

@@ -33,7 +33,7 @@ from torchtitan.grpo.models.decoder import blocks_of
 from torchtitan.grpo.models.hf_names import StateDictAdapter
 from torchtitan.grpo.models.shards import local_block, local_tensor, named_parameters
 from torchtitan.grpo.models.weight_grads import DeferredLinear
-from torchtitan.grpo.system.dtypes import TORCH_DTYPE_MAP
+from torchtitan.grpo.system.device import TORCH_DTYPE_MAP
 from torchtitan.grpo.weight_wire.adapter_names import (
     FACTORS,
     PEFT_PREFIX,

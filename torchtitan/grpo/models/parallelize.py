@@ -38,7 +38,7 @@ from torchtitan.grpo.models.decoder import blocks_of, embeds_tokens, tie_again
 from torchtitan.grpo.models.fsdp import apply_data_parallel
 from torchtitan.grpo.models.lora import add_adapters
 from torchtitan.grpo.models.packed_model import PackedModel, ValueHead
-from torchtitan.grpo.system.dtypes import TORCH_DTYPE_MAP
+from torchtitan.grpo.system.device import TORCH_DTYPE_MAP
 from torchtitan.grpo.upstream.parallelism import ParallelDims
 
 

@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan.grpo.pipeline.tables.actions import Action, Costs, Table
 from torchtitan.grpo.pipeline.tables.simulate import Simulation, simulate
+from torchtitan.grpo.system.device import new_stream
 from torchtitan.grpo.system.logs import logger
-from torchtitan.grpo.system.own_streams import new_stream
 
 
 class HostCopies:

@@ -30,7 +30,7 @@ from torchtitan.grpo.system.disk_failures import describe_failure
 from torchtitan.grpo.system.errors import LAST_SAVE_FAILED, RunError
 from torchtitan.grpo.system.logs import logger
 from torchtitan.grpo.upstream.checkpoint import AsyncMode, CheckpointManager, manager_arguments
-from torchtitan.grpo.upstream.tools import GarbageCollection
+from torchtitan.grpo.upstream.parallelism import GarbageCollection
 
 # A save that holds up training for this share of the time since the last one is reported.
 _SLOW_SHARE = 0.2

@@ -6,6 +6,7 @@
 Torchtitan's modules assume CUDA as they are imported: call :func:`settle_device` before.
 """
 
+import ctypes
 import os
 import resource
 import sys
@@ -24,6 +25,15 @@ if TYPE_CHECKING:
     from torchtitan.grpo.upstream.parallelism import ParallelDims
 
 DeviceType = Literal["cpu", "cuda"]
+
+_NON_BLOCKING = 1
+"""Of a CUDA stream: it and the default stream do not wait for each other."""
+
+TORCH_DTYPE_MAP = {
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+}
 
 
 def settle_device() -> DeviceType:
@@ -123,3 +133,24 @@ def num_training_gpus() -> int:
     # A dry run has no ranks, and knows how many there would be.
     num_ranks = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE", "1")
     return min(int(num_ranks), torch.cuda.device_count())
+
+
+def new_stream(device: torch.device) -> torch.cuda.Stream:
+    """Returns a stream that nothing else uses, for the life of the process.
+
+    ``torch.cuda.Stream()`` hands out 32 in turn, also to NCCL, and users of the same stream wait for each
+    other's queued work (``c10/cuda/CUDAStream.h``).
+    """
+    return torch.cuda.ExternalStream(_create_stream(device), device=device)
+
+
+def _create_stream(device: torch.device) -> int:
+    handle = ctypes.c_void_p()
+    with torch.cuda.device(device):
+        torch.cuda.current_stream().query()  # makes the device's context the current one
+        status = ctypes.CDLL("libcuda.so.1").cuStreamCreate(ctypes.byref(handle), _NON_BLOCKING)
+    if status != 0 or handle.value is None:
+        raise RuntimeError(
+            f"The CUDA driver must make a stream on {device}, but cuStreamCreate returned {status}."
+        )
+    return handle.value

@@ -25,13 +25,17 @@ from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.models.hf_names import StateDictAdapter
 from torchtitan.grpo.observe.metrics_processor import GRPOMetricsProcessor
 from torchtitan.grpo.system import strict_json
-from torchtitan.grpo.system.dtypes import TORCH_DTYPE_MAP
+from torchtitan.grpo.system.device import TORCH_DTYPE_MAP
 from torchtitan.grpo.system.logs import logger
 from torchtitan.grpo.training.lr_schedule import Schedules, build_lr_schedulers
 from torchtitan.grpo.training.optimizers import Optimizers, build_optimizers
 from torchtitan.grpo.upstream.checkpoint import CheckpointManager
-from torchtitan.grpo.upstream.parallelism import ParallelDims, parallel_dims
-from torchtitan.grpo.upstream.tools import GarbageCollection, utils
+from torchtitan.grpo.upstream.parallelism import (
+    GarbageCollection,
+    ParallelDims,
+    parallel_dims,
+    utils,
+)
 
 
 @dataclass(frozen=True)

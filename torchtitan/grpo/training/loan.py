@@ -31,10 +31,10 @@ from torchtitan.grpo.config.cluster import count_servers, lent_groups, server_gr
 from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.data.feed import Feed, Signal, TrainBatch
 from torchtitan.grpo.models.shards import local_tensor
+from torchtitan.grpo.system.device import new_stream
 from torchtitan.grpo.system.errors import RunError
 from torchtitan.grpo.system.host_memory import pin
 from torchtitan.grpo.system.logs import logger
-from torchtitan.grpo.system.own_streams import new_stream
 from torchtitan.grpo.training.frame import Trainer
 from torchtitan.grpo.training.learner import Learner
 from torchtitan.grpo.training.reference import Reference

@@ -18,7 +18,7 @@ from torchtitan.grpo.models.collect import module_of
 from torchtitan.grpo.models.decoder import DecoderArgs
 from torchtitan.grpo.models.fsdp import Kept, keeps_parameters
 from torchtitan.grpo.pipeline.stages import rank_of_parameter, schedule_of, trains_together
-from torchtitan.grpo.system.dtypes import TORCH_DTYPE_MAP
+from torchtitan.grpo.system.device import TORCH_DTYPE_MAP
 from torchtitan.grpo.weight_wire.adapter_names import is_adapter
 
 CHECKPOINTING = ("none", "selective", "full")

@@ -26,12 +26,11 @@ from torchtitan.grpo.models.packed_model import PackedModel, ScoringSettings
 from torchtitan.grpo.models.parallelize import parallelize
 from torchtitan.grpo.models.shards import named_parameters
 from torchtitan.grpo.pipeline.stages import ends_one_at_a_time
-from torchtitan.grpo.system.dtypes import TORCH_DTYPE_MAP
+from torchtitan.grpo.system.device import TORCH_DTYPE_MAP
 from torchtitan.grpo.training.frame import ModelSpec, Trainer
 from torchtitan.grpo.training.reference import Reference
 from torchtitan.grpo.training.runner import ModelRunner, WholeModelRunner
-from torchtitan.grpo.upstream.parallelism import ParallelDims
-from torchtitan.grpo.upstream.tools import utils
+from torchtitan.grpo.upstream.parallelism import ParallelDims, utils
 
 if TYPE_CHECKING:
     from torchtitan.grpo.pipeline.lean_stage import LeanStage

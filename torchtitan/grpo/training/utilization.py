@@ -17,7 +17,7 @@ from torchtitan.grpo.data.step_plan import StepPlan
 from torchtitan.grpo.models.hf_config import HFModel
 from torchtitan.grpo.training.frame import Trainer
 from torchtitan.grpo.training.scoring import scores_old_policy
-from torchtitan.grpo.upstream.tools import utils
+from torchtitan.grpo.upstream.parallelism import utils
 
 # Products with each weight: one in a forward pass, and two in a backward pass, which computes the
 # gradients of its input and of the weight. Frozen weights have no gradient.

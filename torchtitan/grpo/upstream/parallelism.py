@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Meshes, and the norm of gradients over them."""
+"""Meshes, the norm of gradients over them, the device of the process, and garbage collection."""
 
 from dataclasses import fields
 from typing import Any
@@ -9,6 +9,8 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
+from torchtitan.tools import utils
+from torchtitan.tools.utils import GarbageCollection
 
 _FIELDS = {field.name for field in fields(ParallelDims)}
 

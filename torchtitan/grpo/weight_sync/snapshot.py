@@ -23,7 +23,7 @@ from queue import SimpleQueue
 import torch
 
 from torchtitan.grpo.models.shards import local_tensor
-from torchtitan.grpo.system.own_streams import new_stream
+from torchtitan.grpo.system.device import new_stream
 from torchtitan.grpo.system.process_tuning import yield_to_training
 from torchtitan.grpo.weight_sync.slot_layout import Shards
 

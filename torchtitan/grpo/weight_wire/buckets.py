@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from torchtitan.grpo.system.dtypes import TORCH_DTYPE_MAP
+from torchtitan.grpo.system.device import TORCH_DTYPE_MAP
 from torchtitan.grpo.weight_wire.sparse import delta_bytes
 from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec
 

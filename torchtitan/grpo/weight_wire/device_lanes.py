@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 import torch
 
-from torchtitan.grpo.system.own_streams import new_stream
+from torchtitan.grpo.system.device import new_stream
 
 
 @dataclass

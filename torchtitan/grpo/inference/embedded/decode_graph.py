@@ -28,7 +28,7 @@ import torch
 from torchtitan.grpo.inference.embedded.attention import additive_mask
 from torchtitan.grpo.inference.embedded.kv_cache import SlotCache
 from torchtitan.grpo.inference.embedded.step_layout import RowRange, StepLayout
-from torchtitan.grpo.system.own_streams import new_stream
+from torchtitan.grpo.system.device import new_stream
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from torchtitan.grpo.system.own_streams import new_stream
+from torchtitan.grpo.system.device import new_stream
 from torchtitan.grpo.weight_wire.buckets import aligned
 from torchtitan.grpo.weight_wire.checksum import tensor_checksum
 

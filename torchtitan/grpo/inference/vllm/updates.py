@@ -31,7 +31,7 @@ from typing import Literal, Protocol
 import msgspec
 import torch
 
-from torchtitan.grpo.system.own_streams import new_stream
+from torchtitan.grpo.system.device import new_stream
 from torchtitan.grpo.weight_wire.adapters import is_of_adapters
 from torchtitan.grpo.weight_wire.buckets import bucket_bytes, check_lengths, split_bucket
 from torchtitan.grpo.weight_wire.model_files import WeightFiles
