@@ -51,7 +51,7 @@ while (received := channel.read()) is not None:
     elif what == "nonsense":
         os.write(channel._replies.fileno(), bytes(value))
     elif what == "wrong call":
-        channel.reply(call + 1000, Said(value))
+        channel.reply(call + 1, Said(value))
     elif what == "refuse":
         channel.reply(call, Refused("kind", value))
     else:
