@@ -197,7 +197,7 @@ async def test_process_that_closes_its_pipe_is_killed():
     ],
 )
 async def test_what_is_not_a_reply_is_never_taken_for_one(request_):
-    async with started_process() as process:
+    async with started_process() as process, asyncio.timeout(60):
         with pytest.raises(ChannelBroken, match="reply of the worker process is not valid"):
             await process.call(request_)
 
