@@ -228,16 +228,16 @@ def test_a_row_of_the_file_is_read_and_an_unknown_key_in_it_is_refused(load):
 
 
 def test_adapters_that_do_not_fit_the_model_are_refused(make_model, monkeypatch, load):
-    def refuse(kind: str, more: str, message: str, **sizes: object) -> None:
+    whole = ["tok_embeddings", "layers.0", "layers.1", "norm", "output"]
+
+    def refuse(kind: str, more: str, message: str, *, first: int = 1, **sizes: object) -> None:
         _, folder = make_model(kind, **sizes)
         config = load(
             f"--lora.rank=4 --training.seq_len=32 --rollout.max_new_tokens=8 {more} "
             f"--model.hf_assets_path={folder}"
         )
         if "pipeline" in more:
-            config.parallelism.module_fqns_per_model_part = [
-                ["tok_embeddings"], ["layers.0", "layers.1", "norm", "output"],
-            ]  # fmt: skip
+            config.parallelism.module_fqns_per_model_part = [whole[:first], whole[first:]]
         with pytest.raises(ConfigError, match=message):
             check_model(config, read_hf_model(folder))
 
@@ -247,6 +247,9 @@ def test_adapters_that_do_not_fit_the_model_are_refused(make_model, monkeypatch,
     monkeypatch.setenv("WORLD_SIZE", "2")
     pipeline = "--parallelism.pipeline_parallel_degree=2"
     refuse("qwen3", pipeline, "stage 0 has tok_embeddings alone", num_hidden_layers=2)
+    of_dense = f"{pipeline} --lora.target_modules=gate_proj"  # the second layer's
+    message = "stage 0 has tok_embeddings, layers.0 alone"
+    refuse("qwen3_mixed", of_dense, message, first=2, num_hidden_layers=2)
 
 
 # -- losses of one's own ------------------------------------------------------------------

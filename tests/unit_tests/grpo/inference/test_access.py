@@ -65,7 +65,7 @@ REQUESTS: list[tuple[int, dict[str, Any]]] = [
     *((403, {"origin": origin}) for origin in ("http://evil.example", "null", "http://127.0.0.1:9000")),
     (403, {"level": NORMAL, "method": "OPTIONS", "origin": "http://evil.example"}),
     (200, {"origin": "http://127.0.0.1:8000"}),
-    (403, {"method": "GET", "sec_fetch_site": "cross-site"}),
+    *((403, {"method": "GET", "sec_fetch_site": site}) for site in ("cross-site", "same-site")),
     (200, {"method": "GET", "sec_fetch_site": "none"}),
     # A body must be JSON, which no page can send without being asked first.
     (200, {"content_type": JSON, "content_length": "9"}),

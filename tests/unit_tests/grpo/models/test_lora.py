@@ -1,5 +1,6 @@
 """Adapters are PEFT's, in one process and in every kind of layout, also beside experts."""
 
+import copy
 import math
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ import torch
 from hf_reference import ARGUMENTS, reference
 from peft_reference import peft_model
 from safetensors.torch import load_file, save_file
+
+from torchtitan.grpo.models.lora import begin_adapters
 
 LORA = {"rank": 3, "alpha": 5.0}
 # Norms of the adapters with which runs begin, by layer, as the first layout has found them.
@@ -119,6 +122,17 @@ def test_logprobs_gradients_and_merged_weights_are_pefts(
             found = [result[name]["in_gaps"] for result in results]
             assert_scored_in_gaps(found, base, has_gaps=layout["schedule"] == "1F1B")
         assert_written(tmp_path / name, tmp_path / "adapters")
+
+
+def test_each_adapter_begins_with_random_numbers_of_its_own():
+    layer = {
+        "lora_A": torch.nn.Linear(6, 3, bias=False),
+        "lora_B": torch.nn.Linear(3, 6, bias=False),
+    }
+    model = torch.nn.ModuleDict({name: torch.nn.ModuleDict(copy.deepcopy(layer)) for name in "ab"})
+    begin_adapters([model], seed=1)
+    first, second = (parameters["lora_A"].weight for parameters in model.values())
+    assert not torch.equal(first, second) and not model["a"]["lora_B"].weight.any()
 
 
 def assert_scored_in_gaps(

@@ -66,6 +66,11 @@ async def waiting(completions, folder, **kw):
             await asyncio.sleep(1000)
         finally:
             cancelled.set()
+    while what == "ignore":
+        try:
+            await asyncio.sleep(1000)
+        except asyncio.CancelledError:
+            pass
     if what == "until cancelled":
         await cancelled.wait()
     if what == "block":
@@ -192,6 +197,18 @@ async def test_a_group_that_nobody_waits_for_any_more_is_cancelled_alone(tmp_pat
         dropped.cancel()
         assert await score(pool, "new", tmp_path) != worker.pid
         assert worker not in descendants(WORKER)
+
+
+async def test_a_function_that_ignores_that_it_is_cancelled_costs_its_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(scoring_workers, "_CANCEL_SECONDS", 0.5)
+    async with started_pool(tmp_path, "waiting") as pool:
+        (worker,) = descendants(WORKER)
+        dropped = await begin(pool, "ignore", tmp_path)
+        dropped.cancel()
+        await asyncio.wait({dropped})
+        assert await score(pool, "new", tmp_path) != worker.pid
 
 
 @pytest.mark.parametrize(("guilty", "kind"), [("block", "timeout"), ("crash", "crash")])

@@ -13,6 +13,8 @@ import openai
 import pytest
 from agent_world import TEMPLATE, make_model, play
 
+from torchtitan.grpo.rollout.agents.transcript import _meaning
+
 USER = {"role": "user", "content": "7"}
 TOOLS = [
     {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
@@ -214,6 +216,12 @@ async def test_other_values_begin_a_row(model: Path, resent: str) -> None:
         await say(client, [USER, answer, {"role": "tool", "content": "2"}], tools=TOOLS)
 
     assert len((await play(model, program, [f"{CALL}<eos>", "2<eos>"])).texts()) == 2
+
+
+def test_results_of_different_calls_are_different_messages() -> None:
+    results = [{"role": "tool", "tool_call_id": call, "content": "2"} for call in ("a", "b")]
+    assert len({_meaning(message) for message in results}) == 2
+    assert len({_meaning(message | {"role": "user"}) for message in results}) == 1
 
 
 DEEP = "[" * 900 + "]" * 900

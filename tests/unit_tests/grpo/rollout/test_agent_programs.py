@@ -113,6 +113,9 @@ async def outcome(model: Path, agent: Agent, seconds: float) -> Generation | Cal
         found = trajectory.result() or failed[0]
     own = psutil.Process().children(recursive=True)
     assert not [p for p in own if "agent.py" in " ".join(p.cmdline())]
+    # What a program has left behind is nobody's child.
+    alike = [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == agent.command]
+    assert not agent.command or not psutil.wait_procs(alike, timeout=10)[1]
     return found
 
 

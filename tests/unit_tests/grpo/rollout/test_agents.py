@@ -19,7 +19,7 @@ import aiohttp
 import openai
 import psutil
 import pytest
-from agent_world import EOS, Played, make_model, play, playing, prompt_of
+from agent_world import EOS, ROW_LEN, Played, make_model, play, playing, prompt_of
 from aiohttp import web
 from stub_clients import serving
 
@@ -465,22 +465,26 @@ def test_a_call_that_cannot_be_read_never_ends_the_run(parse: tool_calls.Parser,
     assert spoken.text == text or spoken.calls == [tool_calls.ToolCall("add", '{"a": "1"}')]
 
 
-@pytest.mark.parametrize("kind", ["client leaves", "program ends", "server fails"])
+@pytest.mark.parametrize(
+    "kind", ["client leaves", "client asks again", "program ends", "server fails"]
+)
 async def test_an_unanswered_request_is_not_trained(model: Path, kind: str) -> None:
     held = asyncio.Event()
 
     async def program(client: Any, row: Any, access: Any) -> None:
+        messages = [dict(USER)]
         if kind != "server fails":
-            await say(client, [USER])
+            await say(client, messages)
+        question = [*messages, OTHER] if kind == "client asks again" else [OTHER]
         server.held, server.fails = held, kind == "server fails"
         server.arrived.clear()
-        second = asyncio.create_task(say(client.with_options(max_retries=0), [OTHER]))
+        second = asyncio.create_task(say(client.with_options(max_retries=0), [*question]))
         await server.arrived.wait()
-        if kind == "client leaves":
+        if kind.startswith("client"):
             second.cancel()
             await asyncio.wait({second})
             held.set()
-            await say(client, [OTHER])
+            await say(client, [*question])
         elif kind == "server fails":
             held.set()
             await second
@@ -495,8 +499,14 @@ async def test_an_unanswered_request_is_not_trained(model: Path, kind: str) -> N
             assert whole is None and not programs.failed
             return
         played = Played(whole, prompt_of(server.codec), server)
-        second = {"client leaves": ["u:8;a:[56<eos>]"], "program ends": []}[kind]
-        assert played.texts() == ["u:7;a:[12<eos>]", *second]
+        assert (
+            played.texts()
+            == {
+                "client leaves": ["u:7;a:[12<eos>]", "u:8;a:[56<eos>]"],
+                "client asks again": ["u:7;a:[12<eos>]u:8;a:[56<eos>]"],
+                "program ends": ["u:7;a:[12<eos>]"],
+            }[kind]
+        )
 
 
 async def raw(
@@ -570,6 +580,7 @@ LONG = {
     "a text": ("/completions", {"prompt": MEGABYTE}),
     "a response": ("/responses", {"input": MEGABYTE}),
     "token ids": ("/completions", {"prompt": [7] * 10**5}),
+    "a whole row": ("/completions", {"prompt": [7] * ROW_LEN}),
 }  # fmt: skip
 
 

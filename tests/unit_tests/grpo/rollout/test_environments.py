@@ -47,6 +47,7 @@ OBSERVED = {
     "nothing": Observation(),
     "not one": "text",
     "no such token": Observation(token_ids=[4000]),
+    "negative token": Observation(token_ids=[-1]),
     "nan": Observation(text="1", reward=float("nan")),
     "too large": Observation(text="1", reward=-1e13),
     "sum too large": Observation(text="1", reward=1e12),
@@ -249,7 +250,8 @@ async def test_an_environment_that_fails_fails_its_own_completion(open_world, tm
     kinds = {
         "raise": "raised KeyError", "surrogate": "raised ValueError", 2**70: "column",
         "half a text": "bad observation", "not one": "bad observation",
-        "no such token": "bad observation", "nan": "bad observation", "crash": "crash",
+        "no such token": "bad observation", "negative token": "bad observation",
+        "nan": "bad observation", "crash": "crash",
         "too large": "bad reward", "sum too large": "bad reward", "service": "outside: ConnectionResetError",
     }  # fmt: skip
     async with open_world(TURNS) as world:
@@ -287,6 +289,7 @@ async def test_a_step_that_hangs_holds_up_neither_the_loop_nor_other_episodes(op
         blocked = world.start(what=what)
         while len(world.server.contexts) < 2:
             await asyncio.sleep(0.01)
+        (process,) = descendants("agents.function_worker")
         others = await asyncio.gather(*(world.write() for _ in range(8)))
         assert [spell(world, other) for other in others] == [WHOLE] * 8
         assert not blocked.task.done()
@@ -294,6 +297,7 @@ async def test_a_step_that_hangs_holds_up_neither_the_loop_nor_other_episodes(op
         # Its process takes nobody in any more, and ends when it is alone.
         with pytest.raises(EnvironmentFailed, match=r"environment_timeout_seconds = 5\."):
             await blocked.task
+        assert not (await asyncio.to_thread(psutil.wait_procs, [process], 10))[1]
         assert spell(world, await world.write()) == WHOLE
 
 

@@ -30,6 +30,7 @@ from torchtitan.grpo.models.hf_config import read_hf_model
 from torchtitan.grpo.models.hub import locate_model
 from torchtitan.grpo.rollout.saved import read_saved
 from torchtitan.grpo.rollout.tables import open_table
+from torchtitan.grpo.system import files
 from torchtitan.grpo.system.files import (
     NotRegularError,
     check_folder,
@@ -83,6 +84,16 @@ def test_what_is_no_regular_file_is_refused(kind: str, tmp_path: Path) -> None:
         for use in (check_regular, open_regular, read_regular):
             with pytest.raises(NotRegularError, match="file: it must be a regular file, but it is"):
                 use(file)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "directory", "/dev/zero"])
+def test_a_file_that_is_replaced_after_the_check_is_refused(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "check_regular", lambda path: None)  # the file was there until then
+    refused = pytest.raises(NotRegularError, match="file: it must be a regular file, but it is")
+    with in_place_of(tmp_path / "file", kind) as file, refused:
+        open_regular(file)
 
 
 def test_process_substitution_is_refused_and_redirection_is_not(tmp_path: Path) -> None:

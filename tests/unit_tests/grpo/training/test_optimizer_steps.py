@@ -16,7 +16,7 @@ from torchtitan.grpo.config.frame import LRScheduler
 from torchtitan.grpo.data.feed import TrainBatch
 from torchtitan.grpo.data.step_plan import SampleTable
 from torchtitan.grpo.losses.loss_metrics import Metric
-from torchtitan.grpo.training.learner import GradientParts
+from torchtitan.grpo.training.learner import GradientParts, Learner
 from torchtitan.grpo.training.lr_schedule import (
     build_lr_schedulers,
     describe_shortened,
@@ -175,6 +175,25 @@ def test_the_sum_is_the_parts_mean_by_mass():
     whole = gradient.whole()
     assert (whole.num_tokens, whole.num_trained_tokens) == (160, 80)
     assert (whole.part, whole.publish_slot) == (BatchPart.LAST, 3)
+
+
+def test_a_step_that_ends_early_leaves_no_gradient():
+    run = build(1e-2)
+
+    def add_gradient(*_: Any) -> None:
+        run.model.bias.grad = torch.ones(2)
+
+    trainee = OneLoss(
+        runner=SimpleNamespace(begin_step=lambda step: None, forward_backward=add_gradient),  # pyright: ignore
+        parts=[run.model], optimizers=run.optimizers, schedulers=run.schedulers, clipper=None,  # pyright: ignore
+        reductions={}, is_counted=False,
+    )  # fmt: skip
+    trainee.loss = lambda minibatch, scale: None
+    scorer: Any = SimpleNamespace(score=lambda *_, **__: [SimpleNamespace(rows=None)])
+    guards: Any = None
+    learner = Learner(scorer, [trainee], guards, lambda what: None, lambda: None)
+    assert learner.learn_in_parts(part(6), 1, lambda: None) is None
+    assert run.model.bias.grad is None
 
 
 def test_a_step_without_anything_to_learn_from_is_empty():

@@ -200,6 +200,13 @@ async def test_a_lane_waits_until_the_training_thread_has_said_what_to_expect():
     assert await waiting == (-1.0, -2.0)
 
 
+async def test_a_version_that_is_still_to_come_is_waited_for():
+    probes = Probes(num_kept=2)
+    probes.put(5, [-1.0])
+    with pytest.raises(TimeoutError, match="policy_version 4"):
+        await probes.wait_for(4, 0.01)
+
+
 async def test_only_the_newest_versions_are_kept_and_nobody_waits_for_older_ones():
     probes = Probes(num_kept=2)
     for version in (30, 10, 20):

@@ -6,6 +6,7 @@
 import asyncio
 import contextlib
 import os
+import resource
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -18,7 +19,13 @@ import pytest
 from torchtitan.grpo.config import Workers
 from torchtitan.grpo.workers.channel import NotPlainData, Refused
 from torchtitan.grpo.workers.owner import CallFailed, WorkerOwner
-from torchtitan.grpo.workers.process import ChannelBroken, WorkerKilled, WorkerLost, WorkerProcess
+from torchtitan.grpo.workers.process import (
+    ChannelBroken,
+    WorkerKilled,
+    WorkerLost,
+    WorkerProcess,
+    limits_of,
+)
 
 TOY_WORKER = """
 import os, subprocess, time
@@ -51,7 +58,7 @@ while (received := channel.read()) is not None:
     elif what == "nonsense":
         os.write(channel._replies.fileno(), bytes(value))
     elif what == "wrong call":
-        channel.reply(call + 1000, Said(value))
+        channel.reply(call + 1, Said(value))
     elif what == "refuse":
         channel.reply(call, Refused("kind", value))
     else:
@@ -190,7 +197,7 @@ async def test_process_that_closes_its_pipe_is_killed():
     ],
 )
 async def test_what_is_not_a_reply_is_never_taken_for_one(request_):
-    async with started_process() as process:
+    async with started_process() as process, asyncio.timeout(60):
         with pytest.raises(ChannelBroken, match="reply of the worker process is not valid"):
             await process.call(request_)
 
@@ -213,6 +220,11 @@ async def test_owner_hands_out_loaded_processes_and_kills_them_when_it_is_closed
     assert second.is_lost and has_ended(one.value) and has_ended(two.value)
     with pytest.raises(WorkerLost, match="run is ending"):
         await owner.start()
+
+
+def test_a_worker_cannot_raise_its_limit_of_memory():
+    assert limits_of(Workers(max_memory_gib=1.5)) == {resource.RLIMIT_AS: (3 << 29, 3 << 29)}
+    assert limits_of(Workers()) == {}
 
 
 def test_only_failures_in_a_row_end_the_run():
