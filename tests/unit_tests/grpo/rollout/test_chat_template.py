@@ -122,6 +122,16 @@ def test_a_reply_of_an_environment_that_would_vanish_is_refused(make, role):
         transcript.context_behind(turn, [USER, TURN], reply)
 
 
+def test_messages_are_written_behind_a_turn_as_the_chat_template_would(make):
+    codec = make(ALL + OPENS.replace("<a>", "<assistant>"))
+    whole = codec.encode_chat([USER, TURN, TOOL, USER])
+    opened, said = codec.encode_chat([USER]), codec.encode("5")
+    # Where the model did not write the end of its turn, the template does.
+    for turn in ([*said, END], said):
+        behind = codec.reply_text([TOOL, USER], turn)
+        assert opened + turn + codec.encode_continuation(behind) == whole
+
+
 DATED = "{{ strftime_now('%d %b %Y') }}|" + ALL
 DATES = {
     "plain": DATED,
