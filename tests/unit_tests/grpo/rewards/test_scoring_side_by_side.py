@@ -202,7 +202,7 @@ async def test_a_group_that_nobody_waits_for_any_more_is_cancelled_alone(tmp_pat
 async def test_a_function_that_ignores_that_it_is_cancelled_costs_its_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(scoring_workers, "_CANCEL_SECONDS", 0.5)
+    monkeypatch.setattr("torchtitan.grpo.workers.pool._CANCEL_SECONDS", 0.5)
     async with started_pool(tmp_path, "waiting") as pool:
         (worker,) = descendants(WORKER)
         dropped = await begin(pool, "ignore", tmp_path)
