@@ -1,10 +1,10 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""From a context to what the model writes behind it, and from that to an answer.
+"""Generates what the model writes after a context, and reads it as an answer.
 
-Answers have places on servers, segments, and stop strings; they are read for text, thinking, and tool
-calls.
+`Answering` generates on the servers, in segments, up to a stop string. `AnswerReader` divides what was
+written into text, thinking, and tool calls.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ _STOP_SEGMENTS = 64, 512
 
 @dataclass(frozen=True)
 class EpisodeSettings:
-    """What the episodes of one writer share. ``counts`` are those of its metrics."""
+    """What the episodes of one writer share. ``counts`` go into the writer's metrics."""
 
     places: Places
     sampling: Sampling
@@ -57,9 +57,9 @@ FindStop = Callable[[Generation], tuple[Generation, Stop] | None]
 
 
 class Answering:
-    """Writes the answers of one completion. ``floor`` is the oldest version that may write them.
+    """Writes the answers of one completion. ``floor`` is the oldest policy version that may.
 
-    ``expected_tokens`` are those of the whole completion, if it is one conversation.
+    ``expected_tokens`` is the expected length of the whole completion, if it is one conversation.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Answering:
         return replace(self.sampling(asked), seed=None) == replace(own, seed=None)
 
     def room(self, context_ids: list[int], asked: ModelRequest) -> int:
-        """The number of tokens that an answer may have; raises BadRequest, and TextTooLong."""
+        """Returns how many tokens an answer may have. Raises BadRequest without a context, TextTooLong without room."""
         sampling = self._settings.sampling
         num_shown, most = len(context_ids), sampling.max_total_tokens
         if not num_shown:
@@ -104,9 +104,10 @@ class Answering:
         begun: Generation | None = None,
         on_segment: Callable[[Generation], object] = lambda written: None,
     ) -> tuple[Generation, Stop | None]:
-        """Returns the answer of this number in the episode, and the stop string that ended it.
+        """Returns an answer, and the stop string that ended it; ``number`` counts the episode's answers.
 
-        ``begun`` is its beginning, or the whole. ``on_segment`` is called with what is written so far.
+        ``begun`` is the part of the answer that is already written, or all of it. ``on_segment`` is
+        called with the answer so far.
         """
         written, wait_seconds = begun, self._settings.config.rollout.request_timeout_seconds
         while written is None or _is_open(written, room):
@@ -158,7 +159,7 @@ _CALL_ID_LEN = 9
 
 @dataclass(frozen=True)
 class AnswerReader:
-    """``parser`` reads the calls of the model's chat template, if it writes any in a known form."""
+    """Reads answers. ``parser`` finds tool calls; None if the chat template has no known form of them."""
 
     codec: TextCodec
     parser: Parser | None
@@ -203,7 +204,7 @@ class AnswerReader:
         return replace(part_of(written, 0, low), finish_reason="stop"), first
 
     def _text(self, asked: ModelRequest, ids: list[int]) -> str:
-        """The text of an answer, with the special tokens that divide it, if they may."""
+        """Returns an answer's text, with the special tokens of thinking and tool calls if these are to be read."""
         marks = () if asked.messages is None else THINKING_MARKS
         marks += CALL_MARKS if self._parser(asked) else ()
         return self.codec.decode(ids, marks)
@@ -213,7 +214,7 @@ class AnswerReader:
 
 
 def _with_ids(calls: list[ToolCall]) -> list[ToolCall]:
-    """Keeps ids that the model wrote, if each is another one: it reads them beside results."""
+    """Keeps the model's own ids, which it reads again beside results, if they are distinct; else makes ids."""
     if len({call.id for call in calls} - {""}) == len(calls):
         return calls
     return [call._replace(id=secrets.token_hex(_CALL_ID_LEN)[:_CALL_ID_LEN]) for call in calls]

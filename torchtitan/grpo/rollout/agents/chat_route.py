@@ -38,7 +38,7 @@ def write(answer: Answer, asked: ModelRequest) -> dict[str, Any]:
 
 
 def stream(answer: Answer, asked: ModelRequest) -> Iterator[dict[str, Any]]:
-    """Yields the chunks of an answer that was written as a whole."""
+    """Yields a finished answer in chunks."""
     head = answer.head("chatcmpl", "chat.completion.chunk")
     for index, choice in enumerate(answer.choices):
         message = choice.message()

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The HTTP server that agents take for OpenAI's. The key of a request names its episode."""
+"""An HTTP server with OpenAI's API, which agents call. The API key of a request identifies its episode."""
 
 import asyncio
 import functools
@@ -88,7 +88,7 @@ class AgentEndpoint:
         self._episodes.pop(episode.key, None)
 
     def _guarded(self, handler: _Handler) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-        """Finds the episode, and turns exceptions into OpenAI's error objects."""
+        """Wraps a handler: finds the episode, and turns exceptions into OpenAI's error objects."""
 
         async def guarded(http: web.Request) -> web.StreamResponse:
             scheme, _, key = http.headers.get("Authorization", "").partition(" ")
@@ -202,7 +202,7 @@ async def _body(http: web.Request, episode: AgentEpisode) -> dict[str, Any]:
 async def _stream(
     http: web.Request, events: Iterable[dict[str, Any]], *, is_named: bool
 ) -> web.StreamResponse:
-    """Sends events; those of the route of responses also have names, and no end mark."""
+    """Sends server-sent events. Those of ``/v1/responses`` have names (``is_named``) and no end mark."""
     parts = []
     for event in events:
         name = f"event: {event['type']}\n" if is_named else ""

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""One completion that a program drives: takes its requests, and keeps the rows that result."""
+"""One completion that a program drives: answers the program's requests, and keeps the resulting rows."""
 
 import asyncio
 import itertools
@@ -37,14 +37,14 @@ _numbers = itertools.count()
 
 
 class AgentEpisode:
-    """``floor`` is the oldest version that may write for it.
+    """``floor`` is the oldest policy version that may answer the program.
 
-    ``asked`` is done at its first request, from which on its own time counts. ``failed`` is done
-    with an error if no server answers: the program need not go on.
+    ``asked`` is done at the first request, from which on the program's own time counts. ``failed``
+    gets the error if no server answers: the program need not go on.
 
-    Only for episodes whose requests come one after the other: ``begun`` is what an earlier episode
-    of the completion wrote, ``on_progress`` is told what there is of it, and ``expected_tokens`` how
-    long it will be.
+    The last three arguments are only for episodes whose requests come one after the other: ``begun``
+    is what an interrupted episode of this completion wrote, ``on_progress`` is called with the
+    completion so far, and ``expected_tokens`` is its expected length.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class AgentEpisode:
         self._hold.enter_context(settings.places.hold(server if on_progress else None))
 
     def begin(self) -> None:
-        """The program starts."""
+        """Notes that the program starts."""
         self._since = time.monotonic()
 
     def note_request(self) -> None:
@@ -101,12 +101,12 @@ class AgentEpisode:
             self.asked.set_result(None)
 
     def own_seconds(self) -> float:
-        """The program's own time until its first request, and from then on that beside the model's."""
+        """Returns the program's own time: until its first request, and then anew while no request runs."""
         running = 0.0 if self._num_in_flight else time.monotonic() - self._since
         return self._own_seconds + running
 
     def close(self) -> None:
-        """Cancels its requests, and ends its place among the completions in flight."""
+        """Cancels the requests. The episode no longer counts as a completion in flight."""
         self._is_closed = True
         for task in self._writing:
             task.cancel()
@@ -125,13 +125,13 @@ class AgentEpisode:
         return self._rows.whole(self.reward)
 
     def cut(self) -> None:
-        """The completion ends because it may not be longer."""
+        """Notes that the completion ends at a limit, and not by itself."""
         self._rows.cut()
 
     def reward_rows(self, response_id: str, reward: float) -> None:
         """Gives the rows of one answer a reward of their own.
 
-        Raises BadRequest if there is no such answer, or another one of the same row has a reward.
+        Raises BadRequest if there is no such answer, or if another answer in the same row has a reward.
         """
         answer = response_id.replace("_", "-").partition("-")[2]
         rows = self._rows_of.get(answer)
@@ -153,7 +153,7 @@ class AgentEpisode:
     # -- its requests -----------------------------------------------------------------
 
     async def answer(self, asked: ModelRequest) -> Answer:
-        """Raises BadRequest, and ServerError if no server answers, which also ends the episode."""
+        """Answers a request. Raises BadRequest, or ServerError if no server answers; that ends the episode."""
         try:
             if asked.token_ids is None:
                 context = await self.in_thread(lambda: self._context(asked))
@@ -185,7 +185,7 @@ class AgentEpisode:
         return Answer(number, int(time.time()), MODEL, context.token_ids, choices)
 
     async def in_thread(self, read: Callable[[], _Found]) -> _Found:
-        """Calls what takes long for a long request. The place of a client that left is kept as well."""
+        """Calls ``read`` in a thread, a few at a time. A call counts until it ends, even if the client leaves."""
         await self._reading.acquire()
         work = asyncio.get_running_loop().run_in_executor(None, read)
         work.add_done_callback(lambda _: self._reading.release())
@@ -193,14 +193,14 @@ class AgentEpisode:
         return await asyncio.shield(work)
 
     def ignored(self, asked: ModelRequest) -> tuple[str, ...]:
-        """Names of what a request asks for and does not get."""
+        """Names the parameters of a request that are not obeyed."""
         allowed = self.settings.config.agent.allow_sampling
         return asked.ignored + (() if allowed else tuple(asked.sampling))
 
     async def _choices(
         self, asked: ModelRequest, context: Context, room: int, first: int
     ) -> tuple[list[ModelAnswer], list[Row]]:
-        """Keeps all answers of a request, or none: the client may leave before the last one."""
+        """Writes the answers of a request. Keeps none of them if the client leaves before the last one."""
         rows = [self._rows.place(context.token_ids) for _ in range(asked.number)]
         tasks = [
             asyncio.create_task(self._write(asked, context, room, first + i, row))
@@ -230,7 +230,7 @@ class AgentEpisode:
     async def _write(
         self, asked: ModelRequest, context: Context, room: int, number: int, row: Row
     ) -> tuple[ModelAnswer, Generation]:
-        """Writes the answer of this number in the episode."""
+        """Writes one answer; ``number`` counts the answers of the episode."""
         written, stop = await self._answering.generate(
             asked,
             context.token_ids,
@@ -297,7 +297,7 @@ class AgentEpisode:
 
     @contextmanager
     def _generating(self) -> Iterator[None]:
-        """Requests in flight take the place that the episode holds between them."""
+        """Gives up the place that the episode holds between requests, since requests have their own."""
         if self._num_in_flight == 0:
             self._own_seconds += time.monotonic() - self._since
             self._hold.close()

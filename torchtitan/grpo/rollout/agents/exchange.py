@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""One request for what the model writes, and its answer, whichever route they take."""
+"""Requests to the model and their answers, in one form for all routes of the endpoint."""
 
 import contextlib
 from collections.abc import Mapping
@@ -18,14 +18,14 @@ from torchtitan.grpo.system import strict_json
 
 _MOST_CHOICES, _MOST_TOLD = 64, 32
 SAMPLING = ("temperature", "top_p", "top_k", "seed")
-"""Parameters of requests by which ``agent.allow_sampling`` replaces the run's."""
+"""Parameters of requests that replace the run's if ``agent.allow_sampling`` is set."""
 _DEFAULTS: dict[str, Any] = {
     "repetition_penalty": 1, "length_penalty": 1, "best_of": 1, "response_format": {"type": "text"},
     "text.format": {"type": "text"}, "tool_choice": "auto", "parallel_tool_calls": True,
     "modalities": ["text"], "truncation": "disabled", "add_generation_prompt": True,
     "skip_special_tokens": True, "spaces_between_special_tokens": True, "include_reasoning": True,
 }  # fmt: skip
-"""Parameters that are not supported, with the value that means nothing, if that is not empty."""
+"""Unsupported parameters with the value that asks for nothing; for others, that is any empty value."""
 _HARMLESS = {
     "background", "cache_salt", "continue_final_message", "detokenize", "echo", "include", "input",
     "instructions", "logprobs", "messages", "metadata", "model", "previous_response_id", "priority",
@@ -75,7 +75,7 @@ class ModelRequest:
 class ModelAnswer:
     """One answer. ``finish_reason`` is OpenAI's: ``stop``, ``length`` or ``tool_calls``.
 
-    ``stop_reason`` is the stop string that ended it, as vLLM tells it, or None.
+    ``stop_reason`` is the stop string that ended the answer, or None; vLLM has the same field.
     """
 
     token_ids: list[int]
@@ -104,7 +104,7 @@ class ModelAnswer:
 
 @dataclass(frozen=True)
 class Answer:
-    """``number`` is unique in the endpoint; ``created`` is in Unix seconds."""
+    """The answers to one request. ``number`` is unique in the endpoint; ``created`` is in Unix seconds."""
 
     number: str
     created: int
@@ -124,7 +124,7 @@ class Answer:
 
 
 class _Settings(msgspec.Struct):
-    """What the bodies of all routes may hold; null stands for nothing."""
+    """Fields that request bodies of all routes may have; null is the same as a missing field."""
 
     n: Annotated[int, Meta(ge=1, le=_MOST_CHOICES)] | None = None
     stop: str | list[Annotated[str, Meta(min_length=1)]] | None = None
@@ -141,7 +141,7 @@ class _Settings(msgspec.Struct):
 
 
 def shared_settings(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Reads what the routes have in common, for :class:`ModelRequest`."""
+    """Reads the parameters that all routes share; returns them as fields of :class:`ModelRequest`."""
     try:
         read = msgspec.convert(body, _Settings)
     except msgspec.ValidationError as error:

@@ -3,7 +3,7 @@
 
 """Runs the programs of episodes: a process for each, or functions in worker processes.
 
-A program ends alone: its process is killed together with everything in its session.
+The process of a program is killed together with everything in its session when its episode ends.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ from torchtitan.grpo.workers.process import limits_of, worker_environment
 logger = logging.getLogger(__name__)
 
 MODEL = "policy"
-"""Name of the model, which programs may also leave out or replace."""
+"""Name of the model. Requests of programs may also lack it or give another one."""
 
 REWARD = f"a number between -{LARGEST_REWARD:g} and {LARGEST_REWARD:g}"
 
@@ -53,7 +53,7 @@ _LOOK_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class Access:
-    """How a program reaches the model: for this episode only."""
+    """How the program of one episode reaches the model."""
 
     base_url: str
     key: str
@@ -79,9 +79,9 @@ class Programs(Protocol):
     async def start(self) -> None: ...
 
     async def run(self, prompt: Prompt, access: Access) -> Any:
-        """Returns what the program gave as its result. A program whose call is cancelled is ended.
+        """Runs a program and returns its result. Cancelling the call ends the program.
 
-        Raises EnvironmentFailed, and WorkerLost if the episode may begin again.
+        Raises EnvironmentFailed if the program failed, and WorkerLost if the episode may begin again.
         """
         ...
 
@@ -177,10 +177,10 @@ class Commands:
     async def _start(
         self, access: Access, row: str, files: contextlib.ExitStack
     ) -> tuple[asyncio.subprocess.Process, IO[bytes]]:
-        """Returns a program, and the file into which it prints.
+        """Starts a program; returns it and the file into which it prints.
 
-        Files, because a program need not read its row, a pipe holds only so much, and whoever the
-        program leaves behind would hold a pipe open.
+        Files are used instead of pipes, because a program need not read its row, the capacity of a
+        pipe is small, and processes that the program leaves behind would keep a pipe open.
         """
         environment = self._environment() | access.variables()
         try:
@@ -209,8 +209,8 @@ class Commands:
 class EpisodeWorkers(WorkerPool[Ended | Cancelled]):
     """The processes of `function_worker`, each of which runs many episodes at the same time.
 
-    ``name`` is what the setting ``key`` loads. ``limit`` raises EnvironmentsFailing if too many
-    episodes in a row have failed.
+    ``key`` is the setting that names the user's code, and ``name`` is its value. ``limit`` raises
+    EnvironmentsFailing if too many episodes in a row have failed.
     """
 
     def __init__(

@@ -48,7 +48,7 @@ def read_items(value: Any) -> list[Message]:
 
 
 def _read_item(item: Any, messages: list[Message], param: str) -> None:
-    """Appends an item. The text and the calls of one answer are items, and here one message."""
+    """Appends an item. The text and the calls of one answer are several items, but become one message."""
     kind = item.get("type", "message") if isinstance(item, dict) else None
     if kind == "message":
         role = str(item.get("role"))
@@ -102,7 +102,7 @@ def write(answer: Answer, asked: ModelRequest) -> dict[str, Any]:
 
 
 def stream(answer: Answer, asked: ModelRequest) -> Iterator[dict[str, Any]]:
-    """Yields the events of an answer that was written as a whole."""
+    """Yields a finished answer as events."""
     whole = write(answer, asked)
     begun = whole | {"status": "in_progress", "output": [], "usage": None}
     events: list[dict[str, Any]] = [{"type": "response.created", "response": begun}]

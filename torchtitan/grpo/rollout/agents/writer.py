@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Writes completions that programs and environments drive, in the place of a `TrajectoryWriter`."""
+"""Generates the completions that programs or environments drive; replaces `TrajectoryWriter` for them."""
 
 import asyncio
 import sys
@@ -37,10 +37,10 @@ _START_SECONDS, _STARTING_SECONDS = 300.0, 30.0
 
 @dataclass(frozen=True)
 class Agents:
-    """The programs of a run, where they reach the model, and places for those that start.
+    """The programs of a run, the endpoint where they reach the model, and a limit for those that start.
 
-    An episode may take ``own_seconds`` beside the model, and ``start_seconds`` until it asks first. If it
-    is interrupted, it begins anew, because it never ``goes_on``.
+    An episode may take ``start_seconds`` until its first request, and ``own_seconds`` after it, not
+    counting the model's time. ``goes_on`` is False: an interrupted episode begins anew.
     """
 
     endpoint: AgentEndpoint
@@ -104,7 +104,7 @@ Players = Agents | Environments
 class EpisodeWriter:
     """Starts episodes, and returns the rows of each as one completion.
 
-    An episode of a stopped run, or of a lost worker, begins again.
+    An episode begins again if the run was stopped, or if the episode's worker process was lost.
     """
 
     has_environment = True
@@ -135,7 +135,7 @@ class EpisodeWriter:
         begun: Generation | None = None,
         expected_tokens: float | None = None,
     ) -> Trajectory:
-        """Starts an episode; its requests go to ``server``, or to one of no older version."""
+        """Starts an episode. Its requests go to ``server``, or to others that have at least its version."""
         floor, goes_on = server.version, self._players.goes_on
         assert floor is not None, f"{server.url} is not ready"
         trajectory = Trajectory(prompt, begun if goes_on else None, sample)
@@ -216,7 +216,7 @@ class EpisodeWriter:
             await asyncio.wait({program})  # killing a process takes milliseconds
 
     async def _result(self, program: "asyncio.Task[object]", episode: AgentEpisode) -> object:
-        """Waits for a program; raises EnvironmentFailed after its own time, and ServerError."""
+        """Returns a program's result. Raises EnvironmentFailed after a time limit, and ServerError."""
         while not program.done():
             has_asked = episode.asked.done()
             limit = self._players.own_seconds if has_asked else self._players.start_seconds
