@@ -84,7 +84,7 @@ class Answering:
         return replace(self.sampling(asked), seed=None) == replace(own, seed=None)
 
     def room(self, context_ids: list[int], asked: ModelRequest) -> int:
-        """Returns how many tokens an answer may have. Raises BadRequest without a context, TextTooLong without room."""
+        """Returns how many tokens an answer may have; BadRequest without a context, TextTooLong without room."""
         sampling = self._settings.sampling
         num_shown, most = len(context_ids), sampling.max_total_tokens
         if not num_shown:
@@ -204,7 +204,7 @@ class AnswerReader:
         return replace(part_of(written, 0, low), finish_reason="stop"), first
 
     def _text(self, asked: ModelRequest, ids: list[int]) -> str:
-        """Returns an answer's text, with the special tokens of thinking and tool calls if these are to be read."""
+        """Returns an answer's text, with the special tokens of thinking and tool calls if those are read."""
         marks = () if asked.messages is None else THINKING_MARKS
         marks += CALL_MARKS if self._parser(asked) else ()
         return self.codec.decode(ids, marks)

@@ -23,7 +23,7 @@ class LoadFunction(msgspec.Struct, tag=True):
 
 
 class LoadEnvironment(msgspec.Struct, tag=True):
-    """Its runs are the calls of a `Player`, and the reply has the stop strings."""
+    """The reply holds the stop strings. Each later `Run` is one call of a `Player`."""
 
     path: str
     options: dict[str, Any]
@@ -75,7 +75,7 @@ def _load_environment(request: LoadEnvironment) -> Loaded:
 
 
 class _Clients:
-    """The clients of all episodes, which share their connections: one that opens connections takes
+    """The clients of all episodes. They share connections, because a client that opens its own takes
     tens of milliseconds to make."""
 
     def __init__(self) -> None:
@@ -84,8 +84,8 @@ class _Clients:
     def of(self, url: str, key: str) -> Any:
         """Returns a client with the key of an episode.
 
-        It has no time limit, which the endpoint has: a long answer takes more than the client's
-        usual 600 s, after which it would ask again. And no request waits for another connection.
+        The client has no time limit, because the endpoint has one: by default it would ask again
+        after 600 s, and long answers take longer. Nor does a request ever wait for a connection.
         """
         from httpx import Limits
         from openai import AsyncOpenAI, DefaultAsyncHttpxClient

@@ -26,9 +26,9 @@ from torchtitan.grpo.types import (
 
 @dataclass(eq=False)
 class Row:
-    """``token_ids`` are all its tokens; ``whole`` lacks the prompt of the data set.
+    """``token_ids`` are all tokens of the row; ``whole`` lacks the prompt of the data set.
 
-    The ``reward`` was given for the answer ``rewarded``.
+    ``rewarded`` is the id of the answer for which ``reward`` was given.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -50,8 +50,8 @@ class EpisodeRows:
     def place(self, context: list[int]) -> Row:
         """Returns the row that a request with this context continues, or a new one.
 
-        The row is busy until :meth:`add` or :meth:`release`: a request beside it, with the same
-        context, begins a row.
+        The row is busy until :meth:`add` or :meth:`release`: meanwhile, another request with the same
+        context begins a new row.
         """
         free = [row for row in self._rows() if not row.is_busy]
         fitting = [row for row in free if context[: len(row.token_ids)] == row.token_ids]
@@ -71,7 +71,7 @@ class EpisodeRows:
         row.is_busy = False
 
     def cut(self) -> None:
-        """The completion ends early, whatever its last answer ended with."""
+        """Notes that the completion ends early, whatever the finish reason of its last answer."""
         self._last_reason = "length"
 
     @property
@@ -79,7 +79,7 @@ class EpisodeRows:
         return sum(row.whole is not None for row in self._rows())
 
     def whole(self, reward: float | None) -> Generation | None:
-        """Joins the rows without rewards of their own; ``None`` if no request was answered."""
+        """Joins the rows, except those with their own rewards; ``None`` if no request was answered."""
         written = [(row.whole, row.reward) for row in self._rows() if row.whole is not None]
         common = [whole for whole, own in written if own is None]
         apart = [replace(w, environment_reward=own) for w, own in written if own is not None]
@@ -93,7 +93,7 @@ class EpisodeRows:
         )
 
     def with_part(self, row: Row, context: list[int], part: Generation) -> Generation:
-        """The completion with the beginning of an answer in this row."""
+        """Returns the completion so far, with an unfinished answer, ``part``, added to ``row``."""
         rows = [_longer(row, context, part) if one is row else one.whole for one in self._rows()]
         whole = _all_joined([one for one in rows if one is not None])
         return replace(whole, finish_reason=part.finish_reason)
@@ -111,7 +111,7 @@ class EpisodeRows:
 
 
 def _all_joined(rows: Sequence[Generation]) -> Generation:
-    """By halves, because one after the other would copy the first row once for each other one."""
+    """Joins rows by halves: adding them one by one would copy the first row again and again."""
     if len(rows) == 1:
         return rows[0]
     middle = len(rows) // 2
@@ -141,9 +141,9 @@ def part_of(whole: Generation, start: int, end: int) -> Generation:
 
 
 class Replay:
-    """What an interrupted episode wrote, for one that begins again and asks the same.
+    """What an interrupted episode wrote, for use when it begins again and sends the same requests.
 
-    A turn ends with a stop token, because no server generates past one, and before a token that was
+    A turn ends with a stop token, because no server generates past one, or before a token that was
     not sampled::
 
         token_ids   3 * 4 = 1 2 . <eos>
@@ -164,9 +164,9 @@ class Replay:
         self._ids = ids
 
     def answer(self, context: list[int]) -> Generation | None:
-        """Returns what was written behind a context, which may be the beginning of a turn.
+        """Returns the turn, or its beginning, that was written after this context.
 
-        None if nothing was, or if an earlier context was another one: then all is written anew.
+        None if there is none, or if an earlier context had none: from there on, all is written anew.
         """
         for before, start, end in self._rows if self._num_left and not self.has_diverged else ():
             place = start + len(context) - len(before)

@@ -12,12 +12,13 @@ Qwen3-Coder writes calls whose values are text without quotes:
 
 A value may quote such tags. Where a text can be read in two ways, these readings win:
 
-- A function that a value quotes has its own end. If there is none left, the call was cut.
-- A function ends with the last of its ends before the next one begins. Three tags come before two,
-  and an end that begins a line comes before one that does not. Two tags inside a line count only
-  if another call or the end of the text is behind them.
-- Values are divided where ``</parameter>`` and ``<parameter=KEY>`` meet, and by a tag that begins a
-  line and a parameter of the tool that is not given elsewhere, if the next ``</parameter>`` ends it.
+- A function that is quoted in a value has its own end. If no end is left for the call, it was cut.
+- A function ends at the last possible end before the next function begins. Three end tags in a row
+  win over two, and an end at the beginning of a line wins over one inside a line. Two end tags inside
+  a line count only if another call or the end of the text follows.
+- A value begins where ``<parameter=KEY>`` follows ``</parameter>``. It also begins with a tag at the
+  beginning of a line, if KEY is a parameter of the tool that is not given elsewhere, and if the next
+  ``</parameter>`` ends the value.
 """
 
 import ast
@@ -51,7 +52,7 @@ _LITERALS = {"true": "true", "false": "false", "null": "null", "none": "null"}
 
 
 def read_function(begin: re.Match[str], schemas: Mapping[str, Any]) -> tuple[str, dict, int]:
-    """Reads the name and arguments of a whole function, and where it ends; raises ValueError."""
+    """Returns a function's name and arguments, and where it ends. Raises ValueError if it has no end."""
     text, name, arguments = begin.string, begin["name"].strip(), {}
     tags, last = _tags_of(text, begin.end())
     properties = _get(schema := schemas.get(name), "properties")
@@ -96,7 +97,7 @@ def _tags_of(text: str, place: int) -> tuple[list[re.Match[str]], re.Match[str]]
 
 
 def _typed(value: str, kinds: set[str]) -> Any:
-    """A value of one of these types; it is text if there are none, or none fits."""
+    """Reads a value of one of the types ``kinds``. It stays text if there are none, or if text fits best."""
     if kinds <= _TEXT:
         return value
     try:
@@ -109,7 +110,7 @@ def _typed(value: str, kinds: set[str]) -> Any:
 
 
 def _literal(text: str) -> Any:
-    """Reads JSON, or what a template prints as Python does."""
+    """Reads JSON, or a Python literal, because some templates print values as Python does."""
     try:
         return strict_json.loads(_LITERALS.get(text.lower(), text))
     except ValueError:
@@ -138,7 +139,7 @@ def _kinds_of(schema: Any, root: Any, depth: int = 0) -> set[str]:
 
 
 def _get(value: Any, key: str) -> Any:
-    """A part of a schema, which a client may have sent in any form."""
+    """Returns a part of a schema. None if ``value`` is no object: a client may send a schema of any form."""
     return value.get(key) if isinstance(value, dict) else None
 
 
@@ -147,7 +148,7 @@ CALL_MARKS = (
     "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>",
     "<｜tool▁sep｜>",
 )  # fmt: skip
-"""What marks calls: special tokens of some tokenizers, which the text of an answer then lacks."""
+"""Marks of calls. Some tokenizers have them as special tokens, which decoding would otherwise drop."""
 _NAME, _ARGUMENTS = "qzfunction", {"k": "v"}
 _TOOL = {
     "type": "function",
@@ -162,7 +163,7 @@ class ToolCall(NamedTuple):
 
 
 class ParsedAnswer(NamedTuple):
-    """A message that a model wrote: the text beside its calls."""
+    """A message that a model wrote: its tool calls, and the text without them."""
 
     text: str
     calls: list[ToolCall]
@@ -171,11 +172,11 @@ class ParsedAnswer(NamedTuple):
 Parser = Callable[[str, Sequence[dict[str, Any]]], ParsedAnswer]
 """Takes what a model wrote, and the tools that it was shown."""
 _Read = Callable[[re.Match[str], Sequence[dict[str, Any]]], tuple[list[ToolCall], int]]
-"""Reads the calls behind the match of a beginning, and where they, or what is no call, end."""
+"""Takes the match of a call's beginning; returns the calls, none if unreadable, and where they end."""
 
 
 def parser_of(template: ChatTemplate) -> Parser | None:
-    """Returns the parser of the template's calls, or None if it writes none, or in no known form."""
+    """Returns the parser of the template's calls; None if it writes no calls, or in an unknown form."""
     function = {"name": _NAME, "arguments": _ARGUMENTS}
     call = {"id": "abcdefghi", "type": "function", "function": function}
     begin = [{"role": "user", "content": "?"}]
@@ -286,7 +287,7 @@ PARSERS: dict[str, Parser] = {
 
 
 def _calls(value: Any, names: Collection[str] | None = None) -> list[ToolCall]:
-    """Reads a call, or a list of calls; with ``names``, of these functions. Raises ValueError."""
+    """Reads a call, or a list. Raises ValueError, with ``names`` also for calls of other functions."""
     found = [_call(one, names) for one in (value if isinstance(value, list) else [value])]
     if not found:
         raise ValueError("there is no call")

@@ -3,18 +3,18 @@
 
 """Turns the messages of a request into the tokens that the model is shown.
 
-A program sends the whole conversation with each request. Where it begins with a conversation that
-this episode has had, up to a message that the model wrote, the tokens are those of that conversation,
-and only what follows is tokenized. Nothing that the model wrote is tokenized a second time. Where a
-program has rewritten a message, the chat template renders the whole conversation.
+A program sends the whole conversation with each request. If it begins with an earlier conversation
+of the episode that ends with a message of the model, the tokens of that conversation are used again,
+and only what follows is tokenized. So nothing that the model wrote is tokenized a second time. If the
+program has rewritten a message, however, the chat template renders the whole conversation.
 
-Two messages are the same if their role, text and tool calls are: programs leave out fields,
-strip white space, and write the JSON of arguments anew, with ``1`` for ``1.0`` in some languages.
+Messages are compared only by role, text and tool calls, because programs leave out other fields,
+strip white space, and write the JSON of arguments anew, in some languages with ``1`` for ``1.0``.
 
-Thinking is open where the chat template has opened it, or the answer begins with the tag. The first
-end tag ends it; any later one is text of the answer. The state of an unfinished answer is the tag
-that will end its thinking. It is empty if no thinking can follow any more, and None if nothing was
-written yet, so that thinking may begin.
+Thinking is open if the chat template has opened it, or if the answer begins with a begin tag. The
+first end tag ends it; any later one is text of the answer. The state of an unfinished answer is the
+end tag of its open thinking, an empty string if no thinking can follow any more, or None if nothing
+was written yet, so that thinking may still begin.
 """
 
 import contextlib
@@ -34,9 +34,9 @@ Tools = Sequence[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Context:
-    """What a request shows to the model. ``text`` is only that behind ``turn``, with which it begins.
+    """What a request shows to the model: the conversation ``turn``, if there is one, and then ``text``.
 
-    ``is_known``: it begins with what the episode has had, or repeats an earlier request.
+    ``is_known`` says that it begins with an earlier conversation or repeats an earlier request.
     ``thinking`` is the state of the model's thinking.
     """
 
@@ -49,10 +49,10 @@ class Context:
 
 @dataclass(frozen=True)
 class Turn:
-    """A turn of the model, which ends a conversation, and what it was shown before.
+    """A conversation that ends with a turn of the model.
 
-    It holds only what follows the conversation ``before``: an episode of many requests would
-    otherwise hold each of its tokens as many times.
+    Only what follows the conversation ``before`` is stored here. An episode of many requests would
+    otherwise store its first tokens once for each of them.
     """
 
     before: "Turn | None"
@@ -65,7 +65,7 @@ class Turn:
         return np.concatenate([part.own_ids for part in self.parts()]).tolist()
 
     def rest_of(self, text: str) -> str | None:
-        """Returns what follows it in a text; None if the text does not begin with it."""
+        """Returns the part of a text after this conversation; None if the text does not begin with it."""
         place = 0
         for part in self.parts():
             if not text.startswith(part.own_text, place):
@@ -74,7 +74,7 @@ class Turn:
         return text[place:]
 
     def parts(self) -> list["Turn"]:
-        """Returns the conversations of which it consists, from the beginning on."""
+        """Returns the chain of ``before``, from the first turn to this one."""
         parts, part = [], self
         while part is not None:
             parts.append(part)
@@ -119,9 +119,10 @@ class Transcript:
     def context_behind(
         self, turn: Turn, messages: Sequence[Message], behind: Sequence[Message], tools: Tools = ()
     ) -> Context:
-        """Returns the context of the message after ``behind``; ``turn`` wrote the last of ``messages``.
+        """Returns the context of the message after ``behind``; ``turn`` ends with the last of ``messages``.
 
-        It begins with the turn and all before it, if the template still writes them alike, or need not.
+        It begins with the tokens of ``turn``. With ``templated``, only if the template would still
+        render them as the same text.
         """
         if not self._templated:
             last = turn.own_ids[-1:].tolist()
@@ -155,7 +156,7 @@ class Transcript:
             self._of_messages[_digests(messages, tools)[-1]] = turn
 
     def turn(self, context: Context, turn_ids: list[int], *, is_cut: bool = False) -> Turn:
-        """Returns what the model wrote behind a context."""
+        """Returns the conversation that a context and the model's tokens after it make up."""
         written = self._codec.decode_exactly(turn_ids)
         num_before = sum(len(part.own_ids) for part in context.turn.parts()) if context.turn else 0
         return Turn(
@@ -176,7 +177,7 @@ class Transcript:
 
 
 def _digests(messages: Sequence[Message], tools: Tools) -> list[bytes]:
-    """Returns a digest of each beginning of a conversation, whatever is sent beside its meaning."""
+    """Returns a digest of each prefix of a conversation, of only what matters to `_meaning`."""
     running = hashlib.blake2b(
         json.dumps(list(tools), sort_keys=True, allow_nan=True).encode(), digest_size=16
     )
@@ -209,7 +210,7 @@ THINKING_MARKS = (*_TAGS, *_TAGS.values())
 
 
 def opened_by(shown: str) -> str | None:
-    """Returns the state behind a text at whose end the template has opened the model's turn."""
+    """Returns the state of thinking after ``shown``, which ends where the template opens the model's turn."""
     shown = shown.rstrip()
     if shown.endswith(tuple(_TAGS.values())):
         return ""  # the template has switched thinking off
@@ -217,7 +218,7 @@ def opened_by(shown: str) -> str | None:
 
 
 def divided(written: str, state: str | None) -> tuple[str, str, str | None]:
-    """Returns the thinking, the answer, and the state behind them."""
+    """Divides what the model wrote: returns the thinking, the answer, and the state of thinking after it."""
     text = written.lstrip()
     for begin, end in _TAGS.items():
         if text.startswith(begin) and state in (None, end):

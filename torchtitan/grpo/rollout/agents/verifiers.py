@@ -11,8 +11,8 @@
     options = { taskset = { id = "my-taskset" } }
 
 The second line writes the tasks as a file for ``prompts.path``. The options are those of the package's
-``[env]`` table. Its harness asks the model through the endpoint, and the sum of its rewards is the
-episode's.
+``[env]`` table. The harness of an environment asks the model through the endpoint. Its rewards add up
+to the reward of the episode.
 """
 
 import argparse

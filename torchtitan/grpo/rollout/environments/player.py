@@ -105,7 +105,7 @@ class _EpisodeThread:
 
 
 async def _guarded(called: Coroutine[Any, Any, Any]) -> Any:
-    """Returns the result, or Refused: an event loop ends with some exceptions."""
+    """Returns the result, or Refused for any exception: some would end the event loop."""
     try:
         return await called
     except BadObservation as error:

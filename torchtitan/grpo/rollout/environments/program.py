@@ -1,16 +1,16 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The program of an episode with an environment, which runs here and calls it in a worker process.
+"""Drives an episode between the model and an environment, which runs in a worker process.
 
-It asks the model for a turn with token ids, has the environment read the turn, and asks again with
-the observation behind it. After its process was lost, or after a resume, a new environment gets the
-same turns. Where it makes another observation than before, the model goes on from there.
+The model is asked for a turn, by token ids. The environment reads the turn, and the model is asked
+again, with the observation appended. If the worker process was lost, or after a resume, a new
+environment gets the same turns. From the first observation that differs, the model writes anew.
 
 A chat template may write earlier turns differently from the model, for example without their
 thinking (``rollout.earlier_turns``). The context of the next turn then begins a new training
-row, so that each turn is trained on with the context with which it was generated. What the model was
-shown is left out of training where the rows are made, in `agents/rows.py`.
+row, so that each turn is trained on with the context with which it was generated. `agents/rows.py` makes
+the rows, and excludes from training what the model was shown.
 """
 
 import asyncio
@@ -46,9 +46,9 @@ logger = logging.getLogger(__name__)
 
 
 class Environments:
-    """``rollout.environment`` of a run; ``stop_strings`` are known once it is started.
+    """The environments of a run's episodes; ``stop_strings`` are known after :meth:`start`.
 
-    An interrupted episode is played again up to where it was, from where it ``goes_on``.
+    ``goes_on`` is True: an interrupted episode is played again up to where it was, and continues there.
     """
 
     own_seconds = start_seconds = math.inf  # each call has its own limit
@@ -129,8 +129,8 @@ class Environments:
 class _RemoteEnvironment:
     """An environment in a worker process; see ``protocol.Environment``.
 
-    Its methods raise EnvironmentFailed if the environment's raised or timed out, and WorkerLost if
-    the process has ended. ``opening`` ends with its reset, while the model writes its first turn.
+    Its methods raise EnvironmentFailed if those of the environment raise or time out, and WorkerLost
+    if the process has ended. ``opening`` is the reset, which runs while the model writes its first turn.
     """
 
     _numbers = itertools.count()
@@ -214,7 +214,7 @@ def _added(total: float | None, reward: float | None) -> float | None:
 
 
 class Observer:
-    """The contexts of one episode's turns, and the room for them. ``num_rewritten`` began rows."""
+    """Builds the contexts of an episode's turns. ``num_rewritten`` counts those that begin a new row."""
 
     def __init__(self, settings: EpisodeSettings, prompt: Prompt) -> None:
         rollout = settings.config.rollout

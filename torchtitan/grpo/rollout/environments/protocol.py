@@ -62,7 +62,7 @@ class Environment(Protocol):
 
     After a resume, or if its process was lost, an episode begins a second time. A new environment
     then gets the same prompt and the same turns, up to where the completion was. From the first
-    observation on that is another one than before, the model writes its turns anew.
+    observation that differs, the model writes its turns anew.
     """
 
     stop_strings: Sequence[str] = ()
@@ -98,7 +98,7 @@ _ENDED_BY_OTHERS = (-9, -15, -2, -1, 75, 124, 125, 126, 127, 129, 130, 137, 143)
 
 
 class EnvironmentFailed(CallFailed):
-    """One episode cannot continue. ``written`` is the completion if what the policy wrote is why."""
+    """One episode cannot continue. ``written`` is its completion if the policy's text is why."""
 
     written: Generation | None = None
 

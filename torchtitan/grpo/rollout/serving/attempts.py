@@ -3,8 +3,8 @@
 
 """Sends a request to a server and judges what comes back.
 
-A server reports new weights slightly before they are attested. A completion of such weights is
-held until then, and lost together with the server if they turn out to be wrong.
+A server reports new weights slightly before they are attested. A completion that it generated with
+them is held until they are. If they turn out to be wrong, it is lost together with the server.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ class GivenBack(ServerError):
 
 
 class Attempts:
-    """Sends requests and counts their results; ``num_tokens`` counts those of rollouts only.
+    """Sends requests and counts their results. ``num_tokens`` counts tokens of rollouts, not of evaluations.
 
     ``set_lost`` is called with a URL and a reason if a server's weights must be updated again.
     """
@@ -59,8 +59,8 @@ class Attempts:
     async def run(self, server: Server, job: Job, request: GenerateRequest) -> Generation:
         """Returns a usable answer of attested weights.
 
-        A caller that is cancelled cancels the request. Raises GivenBack if the server left READY,
-        another ServerError for a failure, and ServersFailing after too many failures in a row.
+        Cancelling this call cancels the request. Raises GivenBack if the server left READY, another
+        ServerError if the request failed, and ServersFailing after too many failures in a row.
         """
         attested = server.version
         if attested is None:

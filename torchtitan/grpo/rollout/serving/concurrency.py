@@ -5,9 +5,9 @@
 
 The limit follows additive increase and multiplicative decrease (Chiu and Jain, 1989,
 https://doi.org/10.1016/0169-7552(89)90019-6), as in TCP: it grows by one after each window of
-completions without pressure, if it was fully used, and becomes half of the completions in flight
-under pressure, of which one burst of losses is one sign. There is no slow start, because each
-server begins with an equal quota of ``rollout.max_concurrent_rollouts``.
+completions without pressure, if it was fully used, and is halved under pressure. A burst of failures
+halves it only once. There is no slow start, because each server begins with an equal quota of
+``rollout.max_concurrent_rollouts``.
 """
 
 from torchtitan.grpo.inference.client import ServerLoad
@@ -23,7 +23,7 @@ class ConcurrencyWindow:
 
         OPEN --pressure: size is halved--> SHUT --a completion begun since then ended--> OPEN
 
-    While it is SHUT, it is not cut again: completions that were begun before say nothing about it.
+    While it is SHUT, it is not halved again: completions that began earlier say nothing about the new size.
 
     A group starts as a whole while fewer than ``size`` completions are in flight. Hence, with
     the group size as floor and ``rollout.max_concurrent_rollouts`` as ceiling::

@@ -13,8 +13,8 @@ A server receives requests only while the weight pusher has attested which versi
 
 All rollouts of a group start on one server, which then computes the prompt only once. If a
 server leaves READY, its unfinished completions are generated again from the beginning, by any
-READY server whose weights are not older than those of the first attempt. If it is cut, because its
-devices are needed, they keep the tokens that they have.
+READY server whose weights are not older than those of the first attempt. If a server is cut, because
+its devices are needed, its completions keep the tokens that they have.
 """
 
 import asyncio
@@ -75,8 +75,8 @@ class _Completion:
 class Dispatcher:
     """Manages all servers and the completions in flight on them.
 
-    Callers of :meth:`submit` must respect ``max_concurrent_rollouts``; the dispatcher applies
-    it to the windows of servers. ``listeners`` are called when a server may have become free or
+    Callers of :meth:`submit` must respect ``max_concurrent_rollouts``; the dispatcher only divides
+    it among the windows of servers. ``listeners`` are called when a server may have become free or
     ready. ``in_flight`` leaves out evaluations.
     """
 
@@ -115,7 +115,7 @@ class Dispatcher:
     def remove(self, url: str) -> list[asyncio.Task[Generation]]:
         """Moves a server's completions to other servers.
 
-        Returns the cancelled requests, which still notify it: the client is closed after them.
+        Returns the cancelled requests. They still notify the server, so close its client after them.
         """
         server = self.servers.pop(url)
         self._leave_ready(server)
@@ -149,7 +149,7 @@ class Dispatcher:
         self.set_lost(url, reason)
 
     def set_asleep(self, url: str) -> None:
-        """The server frees its devices, until a version is attested again. Cut it before."""
+        """Notes that a server sleeps until a version is attested again. Call :meth:`cut` before."""
         server = self.servers.get(url)
         if server is not None:
             server.is_asleep = True
@@ -163,9 +163,9 @@ class Dispatcher:
     async def cut(self, url: str) -> int:
         """Ends the requests of the server at ``url`` now; it gets no more before :meth:`admit`.
 
-        Completions keep the tokens that they have, and go on on other servers, or on this one later.
-        This is no failure, also if the server does not answer within five seconds, so that its
-        completions are generated again. Returns the number of requests that it had.
+        Completions keep the tokens that they have, and continue on other servers, or later on this one.
+        If the server does not answer within five seconds, its completions are generated again; that
+        is no failure either. Returns the number of requests that the server had.
         """
         server = self.servers.get(url)
         if server is None:
@@ -205,7 +205,7 @@ class Dispatcher:
             self.servers[url].window = self._window()
 
     async def watch_loads(self) -> None:
-        """A server without an answer stays in use."""
+        """Keeps asking servers for their loads. A server that does not answer stays in use."""
         while True:
             running = [s for s in self.servers.values() if not (s.is_down or s.is_asleep)]
             await asyncio.gather(*(server.ask_load() for server in running))
@@ -268,10 +268,10 @@ class Dispatcher:
     ) -> asyncio.Task[Generation]:
         """Starts one completion on a ready ``server``. It is in flight immediately.
 
-        A failed request is retried once, one whose connection failed a few times, and one whose
-        server was lost as often as necessary. If its server is cut, the answer may be a part, which
-        ended with ``length`` before ``max_new_tokens``: the caller must go on. The task raises
-        :class:`ServerError` if these attempts failed, or no server took it within
+        A failed request is retried once. It is retried a few times if the connection failed, and as
+        often as necessary if the server was lost. If the server is cut, the answer may be incomplete
+        (it ends with ``length`` before ``max_new_tokens``), and the caller must continue it. The task
+        raises :class:`ServerError` if all attempts failed, or no server took the completion within
         ``rollout.request_timeout_seconds``, and :class:`ServersFailing`.
 
         ``expected_tokens``, by default the mean of the answers so far, includes later segments.
@@ -290,7 +290,7 @@ class Dispatcher:
 
     @contextmanager
     def hold(self, server: Server | None = None, *, is_evaluation: bool = False) -> Iterator[None]:
-        """Counts a completion that no server generates as in flight, with a place on ``server``."""
+        """Counts a completion as in flight, with a place on ``server``, although no server generates it."""
         self._count_flight(1, is_evaluation)
         self.num_held += not is_evaluation
         job = server and server.begin_job(self._mean_tokens or 1.0, is_evaluation=is_evaluation)
@@ -381,7 +381,7 @@ class Dispatcher:
         return generation
 
     async def _next_server(self, completion: _Completion, error: ServerError) -> Server:
-        """Prefers a server with other completions of the group, which has computed the prompt."""
+        """Waits for a server; prefers one that runs other completions of the group, so it has the prompt."""
         seconds, floor = self._config.request_timeout_seconds, completion.floor
         patience, group_id = Patience(seconds), completion.prompt.group_id
         while True:

@@ -119,7 +119,7 @@ class ServerFleet:
     async def start(self) -> None:
         """Launches servers if ``inference.launch`` is set, and waits until all servers are up.
 
-        Raises ``ValueError`` for an invalid URL or interpreter, and as `wait_until_up`.
+        Raises ``ValueError`` for an invalid URL or interpreter, and the errors of `wait_until_up`.
         """
         inference = self._config.inference
         if inference.launch:
@@ -153,7 +153,7 @@ class ServerFleet:
         ]
 
     async def watch(self, dispatcher: Dispatcher, tell: Tell) -> None:
-        """Follows changes of the servers, forever, and tells the new list after each.
+        """Follows changes of the set of servers forever, and calls ``tell`` with the new list after each.
 
         Raises ``RuntimeError`` if the last launched server has ended and is not restarted.
         """

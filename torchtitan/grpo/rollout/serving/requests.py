@@ -61,7 +61,7 @@ class Sampling:
         )
 
     def of_sample(self, prompt: Prompt, sample: int, *place: int) -> "Sampling":
-        """The settings with the seed of a request, whose ``place`` no other one of the sample has."""
+        """Returns the settings with a request's own seed; ``place`` is unique among the sample's requests."""
         if self.seed is None:
             return self
         text = " ".join(map(str, (self.seed, prompt.group_id, sample, *place)))
@@ -92,9 +92,9 @@ def unknown_ids_in(generation: Generation, request: GenerateRequest) -> np.ndarr
 
 
 def as_segment(generation: Generation, request: GenerateRequest) -> Generation:
-    """Makes an aborted answer, with the tokens that it has, one after which the completion can go on.
+    """Returns an aborted answer as a finished segment, after which the completion can go on.
 
-    SGLang computes one more token for a request that is aborted, which may be its last one.
+    The answer may end with a stop token: SGLang computes one more token for a request that is aborted.
     """
     is_last = generation.token_ids[-1] in request.stop_token_ids
     return replace(generation, finish_reason="stop" if is_last else "length")

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The state of one server, as the dispatcher sees it, the choice among servers, and waits for one."""
+"""The dispatcher's view of one server, the choice among servers, and a time limit on waiting for one."""
 
 import asyncio
 import logging
@@ -36,7 +36,7 @@ COMPLETIONS_METRIC = "completions_total"
 class Job:
     """One completion that a server is generating, with its number in the server's window.
 
-    If it ``is_cut``, its request is ended on purpose, with the tokens that it has.
+    ``is_cut`` says that its request is ended on purpose, and that the tokens so far are kept.
     """
 
     expected_tokens: float
@@ -65,8 +65,8 @@ class Server:
         attested: The last version that was attested; it stays when the server leaves READY.
         num_tokens: Tokens that it has generated, without those of evaluations.
         tokens_per_second: Average speed of one completion among others. 0 before the first.
-        speed: What a completion's time consists of: request, tokens, tokens of those beside it.
-        requests: Without an answer, or cancelled, until the server was notified.
+        speed: Seconds of a completion, fitted: per request, per token, and per token beside another completion.
+        requests: Requests without an answer, also cancelled ones until the server was notified.
         retry_at: End of the pause after a failure.
     """
 
@@ -155,7 +155,7 @@ class Server:
         *,
         is_evaluation: bool = False,
     ) -> Job:
-        """The window counts only completions of rollouts."""
+        """Notes the start of a completion. The window counts only those of rollouts."""
         number = None if self.window is None or is_evaluation else self.window.begin()
         now = time.monotonic()
         before = self._count_job_seconds(now)
@@ -195,7 +195,7 @@ class Server:
     # -- its state --------------------------------------------------------------------
 
     def left(self) -> asyncio.Future[None]:
-        """Done once the server leaves READY."""
+        """Returns a future that is done once the server leaves READY."""
         if self._left is None:
             self._left = asyncio.get_running_loop().create_future()
         return self._left
@@ -209,21 +209,21 @@ class Server:
             former.set_result(None)
 
     def next_attestation(self) -> asyncio.Future[None]:
-        """Done once a further version is attested."""
+        """Returns a future that is done the next time a version is attested."""
         if self._attested is None:
             self._attested = asyncio.get_running_loop().create_future()
         return self._attested
 
     def cut(self) -> None:
-        """Leaves READY. Its requests go on, because they are about to be answered."""
+        """Leaves READY, but cancels no requests, because they are about to be answered."""
         self.version = None
         for job in self.jobs:
             job.is_cut = True
 
     def leave(self) -> None:
-        """Cancels its requests, and tells at once who waits for one.
+        """Leaves READY, cancels the requests, and completes :meth:`left` at once.
 
-        A cancelled request ends only when the server has answered its cancellation.
+        A cancelled request itself ends only when the server has answered its cancellation.
         """
         self.version = None
         self.is_lost = True
@@ -234,7 +234,7 @@ class Server:
             request.cancel()
 
     async def ask_load(self) -> None:
-        """Without an answer in time, the load is unknown."""
+        """Asks the server for its load, which is unknown if no answer comes in time."""
         try:
             async with asyncio.timeout(_LOAD_TIMEOUT_SECONDS):
                 load = await self.client.load()
@@ -254,7 +254,7 @@ class Server:
             self.window.report(load, self.load)
 
     def fail(self, job: Job, *, is_news: bool) -> None:
-        """Pauses the server, longer after each failure in a row. The rest of a burst is no news."""
+        """Pauses the server, longer after each failure in a row; ``is_news`` for the first of a burst."""
         if self.window is not None and job.number is not None:
             self.window.fail(job.number)
         if not is_news:
@@ -267,7 +267,7 @@ class Server:
 
 
 class Patience:
-    """Ends after some seconds, not counting those in which no server can come but one that sleeps.
+    """A time limit on waiting for a server. It stands still while all that may come are asleep.
 
     Servers sleep while the trainer trains, for as long as that takes.
     """
@@ -276,7 +276,7 @@ class Patience:
         self._left, self._clock, self._looked_at = seconds, clock, clock()
 
     def has_ended(self, servers: Iterable[Server]) -> bool:
-        """Must be asked often: what ``servers`` do now is assumed to hold since the last call."""
+        """Call it often: the servers are assumed to have been in their present state since the last call."""
         now = self._clock()
         awaited = [s for s in servers if s.waits_for_devices or not s.is_down]
         if not awaited or any(not server.waits_for_devices for server in awaited):
@@ -286,7 +286,7 @@ class Patience:
 
 
 class HasLoad(Protocol):
-    """What the choice among servers needs of a server."""
+    """What `best_server` needs to know about a server."""
 
     @property
     def load(self) -> int: ...
@@ -313,8 +313,9 @@ def best_server(
     (2025, https://arxiv.org/abs/2504.15930). Prompt tokens are computed once per group and left out.
 
     ``num_completions`` are placed together: if no server has room for all, the one with the most
-    room is chosen. ``prefer`` has computed the prefix, and is chosen if it has room. Completions
-    that were begun, or whose group was, do not wait for room: the least busy server gets them.
+    room is chosen. ``prefer`` has computed the prefix, and is chosen if it has room. ``has_begun``
+    says that the completions, or others of their group, were begun. They do not wait for room: if
+    there is none, the least busy server gets them.
     """
     candidates = list(servers)
     with_room = [server for server in candidates if server.free_places() > 0]

@@ -4,7 +4,7 @@
 """Gives evaluations the places on servers that rollouts leave free.
 
 Completions of an evaluation take no place in a server's window, so that no rollout waits for one.
-They start where the rollouts, and they themselves, leave room in a window, and where the server
+They start on a server whose window has room beside the rollouts and evaluations on it, and which
 reports neither a queue nor full memory. A few may always be in flight: rollouts that fill all
 servers would otherwise keep an evaluation from ever ending.
 """
@@ -43,7 +43,7 @@ class SpareSlots:
         return self._dispatcher.servers
 
     def pin(self, urls: Collection[str]) -> None:
-        """Has only these servers generate from now on, while one of them is there; none means any."""
+        """Restricts evaluations to these servers while any of them is ready; without URLs, lifts this."""
         self._pinned = frozenset(urls)
 
     def choose(
@@ -103,7 +103,7 @@ Places = Dispatcher | SpareSlots
 
 
 async def next_server(places: Places, floor: int, former_url: str, wait_seconds: float) -> Server:
-    """Waits for the former server, which has the prefix, or another one of version ``floor`` or newer."""
+    """Waits for a server of version ``floor`` or newer; prefers the former one, which has the prefix."""
     patience = Patience(wait_seconds)
     while True:
         server = places.choose(lambda version: version >= floor, prefer=former_url, has_begun=True)

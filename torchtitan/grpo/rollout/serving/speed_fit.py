@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Means of measured values, and what measured durations consist of."""
+"""Fading means of measured values, and a fit of measured durations as sums of costs."""
 
 from collections.abc import Sequence
 
@@ -28,8 +28,8 @@ class FadingMean:
 class SpeedFit:
     """Fits ``seconds = sum(cost * amount)`` by least squares, with costs of at least 0.
 
-    ``doubts`` tell which costs to do without if the amounts vary too little to tell them apart: a cost
-    with a doubt of 1e-3 is used if its amount varies by several percent, and one with 0 in any case.
+    ``doubts`` are ridge penalties, one for each cost, for amounts that vary too little to tell their
+    costs apart. With 1e-3, a cost counts once its amount varies by several percent; with 0, always.
     """
 
     def __init__(self, doubts: Sequence[float]) -> None:
@@ -45,7 +45,7 @@ class SpeedFit:
         self._products += seconds * values
 
     def costs(self, fewest: int = _FEWEST) -> list[float] | None:
-        """Seconds for one of each amount, or ``None`` before ``fewest`` durations."""
+        """Returns the seconds per unit of each amount, or ``None`` before ``fewest`` durations were added."""
         if self.number < max(1, fewest):
             return None
         scales = np.sqrt(np.diag(self._moments) / self.number)

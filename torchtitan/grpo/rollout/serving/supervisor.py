@@ -12,13 +12,13 @@
 
 The restarted server keeps its port and loads the weights of its model directory. It gets
 requests again once newer weights were pushed and attested. Once it has been up for ten minutes,
-its restarts count from 0 again. If a server ends before any has taken weights, so does the run.
+its restarts count from 0 again. The run ends if a server ends before any server received weights.
 
 A server whose engine has died may hang forever while it shuts down; vLLM does so. Such a server
 has already closed its socket, and the supervisor ends it. A frozen or busy server is left alone.
 
-A lent server is only started while its devices are lent. If they are needed before it is up, or if it
-does not fall asleep, it is ended and DOWN.
+A lent server is only started while its devices are lent. If the devices are needed before the server
+is up, or if the server does not fall asleep, it is ended and DOWN.
 """
 
 import asyncio
