@@ -84,7 +84,7 @@ class Answering:
         return replace(self.sampling(asked), seed=None) == replace(own, seed=None)
 
     def room(self, context_ids: list[int], asked: ModelRequest) -> int:
-        """Returns how many tokens an answer may have; BadRequest without a context, TextTooLong without room."""
+        """Returns how long an answer may be. Raises BadRequest without a context, TextTooLong without room."""
         sampling = self._settings.sampling
         num_shown, most = len(context_ids), sampling.max_total_tokens
         if not num_shown:

@@ -121,8 +121,8 @@ class Transcript:
     ) -> Context:
         """Returns the context of the message after ``behind``; ``turn`` ends with the last of ``messages``.
 
-        It begins with the tokens of ``turn``. With ``templated``, only if the template would still
-        render them as the same text.
+        It begins with the tokens of ``turn`` if the template can render ``behind`` alone or, with
+        ``templated``, if the template would still render the text of ``turn`` unchanged.
         """
         if not self._templated:
             last = turn.own_ids[-1:].tolist()

@@ -3,8 +3,8 @@
 
 """Environments answer the model between its turns in multi-turn rollouts.
 
-In reading order: `protocol` (the interface of an environment), `program` (one episode, run like
-one of an agent in `rollout/agents/`), and `player` (calls environments in a worker process). `calculator` is an
+In reading order: `protocol` (the interface of an environment), `program` (one episode, run like one of
+an agent in `rollout/agents/`), and `player` (calls environments in a worker process). `calculator` is an
 example.
 """
 

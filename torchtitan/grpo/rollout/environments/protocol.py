@@ -98,7 +98,7 @@ _ENDED_BY_OTHERS = (-9, -15, -2, -1, 75, 124, 125, 126, 127, 129, 130, 137, 143)
 
 
 class EnvironmentFailed(CallFailed):
-    """One episode cannot continue. ``written`` is its completion if the policy's text is why."""
+    """One episode cannot continue. ``written`` is the completion, if that caused the failure."""
 
     written: Generation | None = None
 

@@ -3,9 +3,9 @@
 
 """Lends the training devices to servers and takes them back, as the scheduler decides.
 
-A lent server serves in the state AWAKE of `scheduler.py`. Rank 0's lanes put it to sleep and wake
-it, and they are told by the list of servers which ones are wanted. All of this runs in the rollout
-process's event loop, next to the producer:
+A lent server serves in the state AWAKE of `scheduler.py`. Rank 0's lanes, one for each server, put
+the servers to sleep and wake them: the list of servers that rank 0 gets says which ones are wanted.
+The lender runs in the rollout process's event loop, next to the producer:
 
     NO        a batch is wanted, and lending pays: rank 0 is asked for the devices
     WAKING    the devices are free, the servers are wanted, and their lanes push and attest
@@ -13,7 +13,7 @@ process's event loop, next to the producer:
     SLEEPING  their requests are cut, they are no longer wanted, and a server that does not sleep
               within ``inference.sleep_timeout_seconds`` is killed
 
-A whole batch is sent to rank 0 only in the state NO.
+A complete batch is sent to rank 0 only in the state NO.
 """
 
 import asyncio
@@ -62,7 +62,7 @@ class LentServers(Protocol):
 
 @dataclass
 class _Totals:
-    """Of the time since a batch was delivered."""
+    """Totals since the last batch was delivered."""
 
     lent_seconds: float = 0.0
     late_seconds: float = 0.0
@@ -74,10 +74,10 @@ class _Totals:
 
 
 class DeviceRequests:
-    """The rollout process's view of the devices; belongs to one event loop.
+    """Keeps track of whether the training devices are free; belongs to one event loop.
 
-    They are free for servers from rank 0's notice until the batch of that version is delivered, before
-    which all lent servers must sleep. ``listeners`` are called when the devices become free.
+    They are free for servers from rank 0's notice until the batch of that version is delivered. All
+    lent servers must sleep before that. ``listeners`` are called when the devices become free.
     """
 
     def __init__(
@@ -94,13 +94,13 @@ class DeviceRequests:
         return self._free is not None
 
     async def want(self, version: int) -> None:
-        """Asks rank 0, which waits for the batch of ``version``, to free the devices; once each."""
+        """Asks rank 0 to free the devices while it waits for the batch of ``version``; asks once for each."""
         if version not in (self._wanted, self._free):
             self._wanted = version
             await self._send(DevicesWanted(version))
 
     def free(self, version: int) -> None:
-        """Takes note of rank 0's notice, unless its batch has overtaken it."""
+        """Handles rank 0's notice that the devices are free, unless that version's batch was delivered."""
         if version > self._begun:
             self._free = version
             for listener in self.listeners:
@@ -114,8 +114,8 @@ class DeviceRequests:
 class Lender:
     """See the module's docstring.
 
-    ``generating`` returns the groups that have completions to be generated. ``sleep_seconds`` is the
-    time limit of falling asleep.
+    ``generating`` returns the ids of groups with unfinished completions. ``sleep_seconds`` is the
+    time within which a server must fall asleep.
     """
 
     def __init__(
@@ -155,29 +155,29 @@ class Lender:
     # -- news --------------------------------------------------------------------------
 
     def note_version(self, url: str, version: int) -> None:
-        """A lane has attested a version. The news are late if the server is to sleep by now."""
+        """Handles that a lane has attested a version. Ignored if the server is to sleep by now."""
         if url not in self._servers.lent or self.lent in (Lent.WAKING, Lent.AWAKE):
             self._dispatcher.set_version(url, version)
 
     def note_asleep(self, url: str) -> None:
-        """A lane has put its server to sleep. The news are late if the server is wanted by now."""
+        """Handles that a lane has put its server to sleep. Ignored if the server is wanted by now."""
         if self.lent not in (Lent.WAKING, Lent.AWAKE):
             self._asleep.add(url)
             self._dispatcher.set_asleep(url)
 
     def note_lost(self, url: str, reason: str) -> None:
-        """A lane has lost its server, which perhaps does not fall asleep. The dispatcher is told first."""
+        """Handles that a lane has lost its server or cannot put it to sleep. Tell the dispatcher first."""
         self._refusing[url], self._lost_at[url] = reason, self._clock()
 
     def ask(self, version: int) -> None:
-        """Rank 0 waits for the batch of ``version``."""
+        """Notes that rank 0 waits for the batch of ``version``."""
         self._version, self._asked_at = version, self._clock()
         self._news.set()
 
     async def give_back(self, groups: Sequence[RolloutGroup]) -> dict[str, float]:
-        """The batch is complete: returns metrics once no lent server uses the devices.
+        """Ends lending for a complete batch. Returns metrics once no lent server uses the devices.
 
-        The batch must be sent next, because the devices count as the trainer's from here on.
+        The caller must send the batch next, because the devices then already count as the trainer's.
         """
         self._full_at = self._clock()
         self._news.set()
@@ -288,9 +288,10 @@ class Lender:
         return server.url in self._asleep or server.is_down
 
     async def _replace_failed(self) -> None:
-        """Ends servers that are wanted and do not come back, so that they are started again.
+        """Ends servers that are wanted but stay lost, so that they are started again.
 
-        A push may take longer than the time limit, so only an attempt that fails after it counts.
+        A push of weights may take longer than the time limit, so a server is ended only when a push
+        fails after the limit.
         """
         now, failed = self._clock(), {}
         for server in self._lent_servers():

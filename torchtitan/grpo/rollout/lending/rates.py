@@ -3,8 +3,8 @@
 
 """Measures how fast lent and other servers generate, in groups per second.
 
-A group stands for the mean number of tokens of a trained group. Tokens count when their completion
-ends or is cut. They are measured only while the trainer waits, because the staleness bound holds
+A group here means as many tokens as a trained group has on average. Tokens count when their completion
+ends or is cut. Speeds are measured only while the trainer waits, because the staleness bound holds
 other servers back while it trains.
 """
 
@@ -45,7 +45,10 @@ class Rates:
         self._noted_at: float | None = None
 
     def note(self, now: float, *, is_asked: bool, are_awake: bool) -> None:
-        """Counts the tokens since the last call, in which the lent servers may have been awake."""
+        """Counts the tokens since the last call.
+
+        Since then, the trainer waited if ``is_asked``, and lent servers were awake if ``are_awake``.
+        """
         seconds = 0.0 if self._noted_at is None else now - self._noted_at
         self._noted_at = now
         urls = self._lent()
@@ -60,7 +63,7 @@ class Rates:
                 speed.add(tokens[is_lent], seconds)
 
     def take_step(self, tokens_per_group: float) -> tuple[float, float]:
-        """Returns the groups that lent servers generated since the last call, and their part."""
+        """Returns how many groups lent servers generated since the last call, and their share of all tokens."""
         self._tokens_per_group.add(tokens_per_group)
         lent, other = (self._speeds[is_lent].of_step for is_lent in (True, False))
         for speed in self._speeds.values():
@@ -85,7 +88,7 @@ class Rates:
         return self._groups(speed.per_second or 0.0) if is_known else None
 
     def elsewhere(self) -> set[int | None]:
-        """Returns the groups that servers run which are not lent."""
+        """Returns the ids of the groups that run on servers that are not lent."""
         others = self._lent_and_others()[1]
         jobs = (job for server in others for job in server.jobs)
         return {job.group_id for job in jobs if not job.is_evaluation}

@@ -9,18 +9,18 @@ the training ranks, and *other* servers have their own. A lending takes this cou
     NO --LEND--> WAKING ------> AWAKE --TAKE_BACK--> SLEEPING --> NO
                     room, wake                         sleep
 
-``room`` is the time in which the ranks free memory, and later as long again in which they take it
-back. ``wake`` ends when the lent servers serve the newest weights. In ``sleep`` their running
-requests are cut, to go on elsewhere or later, and they free their memory. A *round trip* is room +
-wake + sleep. It is *late* from the moment at which the batch is full until the devices are back.
+``room`` is the time in which the ranks free memory; later they need as long again to take it back.
+``wake`` ends when the lent servers serve the newest weights. In ``sleep`` their running requests are
+cut, to go on elsewhere or later, and they free their memory. A *round trip* is room + wake + sleep.
+A lending is *late* from the moment at which the batch is full until the devices are back.
 
-What is saved: with ``m`` missing groups of the next batch, and finished groups per second ``r`` of
-the other and ``l`` of the lent servers, the batch is full in ``m / r`` seconds without lending. With
-it, it is full in ``round trip + (m - r * round trip) / (r + l)``, since the other servers never
-stop. A lent server cannot speed up a group that another one runs. Of the groups that none runs, the
-other servers start ``r * (room + wake)`` before the lent ones are awake, and the lent ones can
-take at most what is left. If they can do more than the batch lacks, they begin later batches, and
-each group of these saves ``1 / r`` of a later wait.
+What is saved: ``m`` groups of the next batch are missing. The other servers finish ``r`` groups per
+second, and the lent ones ``l``. Without lending, the batch is full in ``m / r`` seconds. With lending,
+it is full in ``round trip + (m - r * round trip) / (r + l)``, since the other servers never stop. A
+lent server cannot speed up a group that another server runs. Of the groups that no server runs, the
+other servers start ``r * (room + wake)`` before the lent ones are awake, and the lent ones can take
+at most what is left. If the lent servers can do more than the batch lacks, they begin later batches,
+and each group of these shortens a later wait by ``1 / r`` seconds.
 
 The rules:
 
@@ -32,25 +32,25 @@ The rules:
 - After TAKE_BACK, a second LEND for the same batch waits for a round trip, so that at most half of
   a wait is spent on switching.
 - The debt is how long lending has delayed steps, less the share ``max_late`` of the time of steps. A
-  step is delayed while it is late and while the ranks take back memory. What the lent servers' work
-  has saved is no delay: ``n`` groups save ``n / r`` seconds. What is not used of the share adds up to
-  one round trip at most.
-- What was never measured counts as free (a time) or as even (the lent servers are as fast as the
-  others). Nothing is known at first, so the first wait is lent for and measures everything.
-- Measured times may have changed. For each second of steps without lending, 0.005 s of its costs are
-  forgotten. A try that turns out to cost as much as before has then cost 0.5 % of that time.
+  step is delayed while a lending is late and while the ranks take back memory. What the lent servers
+  have saved is subtracted: ``n`` groups save ``n / r`` seconds. The unused part of the share adds up,
+  to one round trip at most.
+- Until they are measured, times count as 0, and lent servers as being as fast as the others. So the
+  devices are lent in the first wait, and everything is measured.
+- Measured times may have changed. For each second of steps without lending, 0.005 s of the costs of
+  lending are forgotten. If the next try costs as much as before, it has cost 0.5 % of that time.
 
 These invariants follow:
 
 - Devices are never lent while the trainer trains or has a full batch, never lent twice, and never
   lent only to be taken back at once.
 - The first decision on a full batch with lent devices is TAKE_BACK.
-- Without other servers every batch becomes full: each wait begins with LEND, and it ends full.
+- Without other servers every batch becomes full: each wait begins with LEND, and ends with a full batch.
 - A decision depends on the moment and on what was observed, not on how often it was asked for, and
   not on the unit of time: there is no fixed threshold in seconds.
 - More missing work that lent servers could take, or lower costs, never speak against lending.
-- In any span of steps, the delays by lendings beside other servers are at most ``max_late`` of its
-  time, plus a round trip, the most that was ever expected to be saved, and the longest delay.
+- If there are other servers, lending delays any span of steps by at most ``max_late`` of its time,
+  plus a round trip, plus the largest saving that was ever expected, plus the longest delay.
 """
 
 import math
@@ -90,8 +90,8 @@ class Moment:
         missing_groups: Unfinished groups that the batch waits for.
         movable_groups: Of these, the groups that a lent server runs or could run: those that no
             other server runs. 0 if the staleness bound or scoring is all that they wait for.
-        later_groups: Further groups that it could run, within the staleness bound.
-        since: When ``lent`` became what it is.
+        later_groups: Groups of later batches that a lent server could run, within the staleness bound.
+        since: When the state ``lent`` began.
         other_rate: Groups per second that the usable other servers finish if they have enough to
             do; 0 if there are none, ``None`` if they are not measured yet.
         lent_rate: The same for the lent servers while they are awake, in tokens over the mean of
@@ -126,22 +126,22 @@ class LendScheduler:
         self._given_up: float | None = None  # seconds for room in this step
 
     def observe_room(self, seconds: float) -> None:
-        """From LEND until the devices are free, also if they are taken back at once."""
+        """``seconds``: from LEND until the devices are free, also if they are taken back at once."""
         self._room.add(seconds)
         self._given_up = (self._given_up or 0.0) + seconds
 
     def observe_wake(self, seconds: float) -> None:
-        """From free devices until all lent servers serve, or until they were told to stop waking."""
+        """``seconds``: from free devices until all lent servers serve, or are told to stop waking."""
         self._wake.add(seconds)
 
     def observe_sleep(self, seconds: float) -> None:
-        """From TAKE_BACK, of servers that are awake, until none of them holds the devices."""
+        """``seconds``: from TAKE_BACK in the state AWAKE until no lent server holds the devices."""
         self._sleep.add(seconds)
 
     def observe_step(
         self, step_seconds: float, late_seconds: float, lent_groups: float, other_rate: float | None
     ) -> None:
-        """A batch, or part, was delivered, ``step_seconds`` after the one before.
+        """Notes that a batch, or part of one, was delivered, ``step_seconds`` after the one before.
 
         ``lent_groups`` is the work of the lent servers since then, in tokens over the mean of a
         group's tokens.
@@ -190,7 +190,7 @@ class LendScheduler:
         return moment.missing_groups <= moment.other_rate * seconds
 
     def _seconds_back(self, moment: Moment) -> float:
-        """How long the devices still have to stay away. A server that wakes cannot help before."""
+        """Returns the seconds until the devices can be back, if servers that are waking finish that first."""
         waking = 0.0
         if moment.lent is Lent.WAKING:
             elapsed = moment.now - moment.since
@@ -208,7 +208,7 @@ class LendScheduler:
         return missing / rate - seconds + later + self._forgotten
 
     def _later_groups(self, moment: Moment, other_rate: float, seconds: float) -> float:
-        """Work of lent servers for later batches, if this one can begin in ``seconds``."""
+        """Returns how many groups lent servers add to later batches, if this one can begin in ``seconds``."""
         of_batch = max(0.0, moment.missing_groups - other_rate * seconds)
         done = _lent_rate(moment) * max(0.0, seconds - self._round_trip)
         left = moment.movable_groups + moment.later_groups
@@ -218,7 +218,7 @@ class LendScheduler:
     def _seconds_with_lending(
         self, missing: float, movable: float, other_rate: float, lent_rate: float
     ) -> float:
-        """Until the step can begin, if the devices are lent now."""
+        """Returns the seconds until the step can begin, if the devices are lent now."""
         shared = (missing - other_rate * self._round_trip) / (other_rate + lent_rate)
         left = max(0.0, movable - other_rate * (self._room.value + self._wake.value))
         others = (missing - min(left, missing)) / other_rate
@@ -233,7 +233,7 @@ class LendScheduler:
         *,
         is_ahead: bool,
     ) -> float:
-        """How many times as many samples per second lending allows, if work flows evenly.
+        """Returns the largest factor by which lending can raise samples per second, if work flows evenly.
 
         ``is_ahead``: the other servers also generate while the trainer trains
         (``rollout.max_head_offpolicyness`` above 0).

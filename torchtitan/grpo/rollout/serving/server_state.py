@@ -65,7 +65,7 @@ class Server:
         attested: The last version that was attested; it stays when the server leaves READY.
         num_tokens: Tokens that it has generated, without those of evaluations.
         tokens_per_second: Average speed of one completion among others. 0 before the first.
-        speed: Seconds of a completion, fitted: per request, per token, and per token beside another completion.
+        speed: Fitted seconds of a completion: per request, per token, per token times running completions.
         requests: Requests without an answer, also cancelled ones until the server was notified.
         retry_at: End of the pause after a failure.
     """
@@ -267,7 +267,7 @@ class Server:
 
 
 class Patience:
-    """A time limit on waiting for a server. It stands still while all that may come are asleep.
+    """A time limit on waiting for a server. It stands still while every one that can come is asleep.
 
     Servers sleep while the trainer trains, for as long as that takes.
     """
