@@ -185,7 +185,7 @@ class AgentEpisode:
         return Answer(number, int(time.time()), MODEL, context.token_ids, choices)
 
     async def in_thread(self, read: Callable[[], _Found]) -> _Found:
-        """Calls ``read`` in a thread, at most two at once. One counts until it ends, even if the client leaves."""
+        """Calls ``read`` in a thread, at most two at once. It counts until it ends, also if the client left."""
         await self._reading.acquire()
         work = asyncio.get_running_loop().run_in_executor(None, read)
         work.add_done_callback(lambda _: self._reading.release())

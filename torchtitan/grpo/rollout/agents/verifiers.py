@@ -11,8 +11,8 @@
     options = { taskset = { id = "my-taskset" } }
 
 The second line writes the tasks as a file for ``prompts.path``. The options are those of the package's
-``[env]`` table. The harness of an environment asks the model through the endpoint. All
-rewards of the environment add up to the reward of the episode.
+``[env]`` table. The harness of an environment asks the model through the endpoint. All the
+environment's rewards add up to the reward of the episode.
 """
 
 import argparse
