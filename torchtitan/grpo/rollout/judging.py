@@ -142,7 +142,7 @@ class GroupJudge:
         return rollouts
 
     async def _judged(self, scorer: Scorer, prompt: Prompt, scored: list[Rollout]) -> list[Rollout]:
-        """Returns the accepted rollouts, rated by the teachers. Raises Unusable if a filter drops the group."""
+        """Returns the accepted rollouts, rated by teachers. Raises Unusable if a filter drops the group."""
         try:
             accepted = await scorer.accepted(prompt, scored)
         except ScoringFailed as error:  # they have rewards, so none counts as unscored

@@ -129,7 +129,7 @@ class RolloutProcess:
         self._stop.set()
 
     def stop_with_parent(self) -> None:
-        """Stops generating now. Shuts down when rank 0 says so or ends, and at the latest after a time limit."""
+        """Stops generating now. Shuts down when rank 0 says so or ends, or after a time limit."""
         if os.getppid() != self._parent or not self._generating:
             self.stop()
             return

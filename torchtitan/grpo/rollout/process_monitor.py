@@ -23,7 +23,7 @@ _WINDOW_SECONDS = 60.0
 
 
 class RolloutMonitor:
-    """Serves ``/healthz`` and ``/metrics``, and writes their address to a file. A run may go on without it."""
+    """Serves ``/healthz`` and ``/metrics``, and writes their address to a file. Its failure ends no run."""
 
     def __init__(self, config: RolloutProcessConfig, announce: Callable[[str], None]) -> None:
         self._config, self._announce = config, announce
