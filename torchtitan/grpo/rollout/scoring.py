@@ -84,7 +84,7 @@ class Scorer:
         return ", ".join(name for name in self._names if any(name not in of for of in given))
 
     async def accepted(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """The rollouts that ``rollout.should_accept`` keeps; all if it is not set. Raises as :meth:`score`."""
+        """The rollouts that ``rollout.should_accept`` keeps, by default all. Raises as :meth:`score`."""
         if self._acceptor is None:
             return list(rollouts)
         texts = [rollout.completion for rollout in rollouts]

@@ -145,7 +145,7 @@ class TeacherPool:
         self.num_waiting = self.num_waiting_groups = 0
 
     async def start(self, timeout_seconds: float) -> None:
-        """Waits for all teachers. Raises WrongServer if one cannot be a teacher, TimeoutError if one is late."""
+        """Waits for all teachers. Raises WrongServer for an unsuitable one, TimeoutError for a late one."""
         await wait_until_up(
             [teacher.client for teacher in self._teachers],
             [],
