@@ -189,7 +189,7 @@ class RolloutController(StepSource):
         self._despite_kills(self._start_version, lambda: None)
 
     def next_step(self, version: int, num_ranks: int) -> PlannedPart | None:
-        """Plans the next part. If the rollout process was killed, this is the first of its batch again."""
+        """Plans the next part of a batch, or its first part again if the rollout process was killed."""
         timeout = self.config.rollout.batch_timeout_seconds
         batch = self._despite_kills(
             version,

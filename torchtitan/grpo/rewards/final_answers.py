@@ -90,7 +90,7 @@ def expected_number(answer: str) -> Decimal | None:
 
 
 def ends_in(text: str, expected: str) -> float | None:
-    """Returns 1 if the text's last number is that of the expected answer, else 0; None if that has none."""
+    """Returns 1 if the text's last number is the expected one, else 0; ``None`` if none is expected."""
     wanted = expected_number(expected)
     return None if wanted is None else float(numbers_in(text)[-1:] == [wanted])
 

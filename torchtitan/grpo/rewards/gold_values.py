@@ -96,7 +96,7 @@ def unearnable_warning(
     count_tokens: Callable[[str], int],
     max_new_tokens: int,
 ) -> str | None:
-    """Returns a warning if ``function`` cannot be earned in some examples; ``key`` is that of their path."""
+    """Returns a warning if ``function`` cannot be earned in some examples, whose path is set by ``key``."""
     if function not in _SHORTEST:
         return None
     shortest = _SHORTEST[function]

@@ -32,7 +32,7 @@ class Evaluate(msgspec.Struct, tag=True):
 
 
 class Save(msgspec.Struct, tag=True):
-    """Requests that rollouts are saved for the checkpoint of ``version``, and all but ``kept`` removed."""
+    """Requests to save rollouts for checkpoint ``version``. ``kept`` are checkpoints that still exist."""
 
     version: int
     kept: list[int]

@@ -23,7 +23,7 @@ _WINDOW_SECONDS = 60.0
 
 
 class RolloutMonitor:
-    """Serves ``/healthz`` and ``/metrics``, and writes their address to a file. Its failure ends no run."""
+    """Serves ``/healthz`` and ``/metrics``, and writes its address to a file. If it fails, the run goes on."""
 
     def __init__(self, config: RolloutProcessConfig, announce: Callable[[str], None]) -> None:
         self._config, self._announce = config, announce

@@ -96,7 +96,7 @@ class TextCodec:
         """Returns the token IDs of a plain prompt, including the beginning of sequence if any.
 
         Special tokens that the tokenizer puts before a text are kept, unless the text already begins
-        with them. Those that it puts after a text are left out, as an end of sequence would be last.
+        with them. Those that it puts after a text are left out: nothing follows an end of sequence.
         """
         (before, _), own = self._around, self.encode_continuation(text)
         return own if own[: len(before)] == before else before + own

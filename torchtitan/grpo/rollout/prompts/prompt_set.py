@@ -349,7 +349,7 @@ def _filled_in(value: str, columns: dict[str, Any], settings: Prompts) -> str:
 
 
 def read_messages(value: Any) -> list[dict[str, Any]]:
-    """Returns messages without nulls, and with the parts of each content joined. Raises ValueError."""
+    """Returns messages without nulls, their parts joined. Raises ValueError saying what was received."""
     if not isinstance(value, list) or not value or not all(map(_has_content, value)):
         raise ValueError(f"got {value!r:.200}")
     messages = [_read_message(message, number) for number, message in enumerate(value, start=1)]
