@@ -23,7 +23,7 @@ _WINDOW_SECONDS = 60.0
 
 
 class RolloutMonitor:
-    """Serves ``/healthz`` and ``/metrics``, and writes its address to a file. If it fails, the run goes on."""
+    """Serves ``/healthz`` and ``/metrics``, and writes its address to a file. A run goes on without it."""
 
     def __init__(self, config: RolloutProcessConfig, announce: Callable[[str], None]) -> None:
         self._config, self._announce = config, announce
