@@ -113,9 +113,9 @@ def open_step_source(
     loan: Loan,
     uses_kept_rollouts: bool = True,
 ) -> StepSource:
-    """Constructs the source of the run's steps, not started. Raises :class:`DataError`.
+    """Constructs the source of the run's steps without starting it. Raises :class:`DataError`.
 
-    ``on_hangup`` registers what SIGHUP calls: to read ``inference.urls_file`` again.
+    ``on_hangup`` registers a function to be called at SIGHUP: it reads ``inference.urls_file`` again.
     """
     arguments: dict[str, Any] = {
         "start_version": start_version,
@@ -143,11 +143,12 @@ class RolloutController(StepSource):
     """Plans batches of rollouts that the rollout process sends; see :class:`StepSource`.
 
     The run has been trained on ``start_version`` batches. ``should_stop`` is polled during every
-    wait. With ``uses_kept_rollouts`` it goes on with those beside its checkpoint. ``date``, in ISO
-    format, is for chat templates. ``servers`` are those at the start; ``link.watch`` has later ones.
+    wait. With ``uses_kept_rollouts``, the run continues with rollouts saved beside its checkpoint.
+    ``date`` is the current date for chat templates, in ISO format. ``servers`` are those at the
+    start; ``link.watch`` has later ones.
 
-    If devices are lent, they are free when the source is started. The ``loan`` begins again, on the
-    training thread, while this waits for a batch of which nothing has arrived.
+    If devices are lent, they must be free when the source is started. Later they are lent again, on
+    the training thread, while it waits for a batch of which nothing has arrived.
     """
 
     def __init__(
@@ -188,7 +189,7 @@ class RolloutController(StepSource):
         self._despite_kills(self._start_version, lambda: None)
 
     def next_step(self, version: int, num_ranks: int) -> PlannedPart | None:
-        """After a kill of the rollout process, the next part is again the first of its batch."""
+        """Plans the next part of a batch, or its first part again if the rollout process was killed."""
         timeout = self.config.rollout.batch_timeout_seconds
         batch = self._despite_kills(
             version,
@@ -264,7 +265,7 @@ class RolloutController(StepSource):
         return None
 
     def _despite_kills(self, version: int, ask: Callable[[], _Answer]) -> _Answer | None:
-        """Calls ``ask``; restarts the rollout process and calls again if the process is killed."""
+        """Calls ``ask``. If the rollout process is killed, restarts it and calls ``ask`` again."""
         while True:
             try:
                 if not self._is_ready:

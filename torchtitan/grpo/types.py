@@ -3,8 +3,8 @@
 
 """Types that several packages use, without torch, which not all of their processes import.
 
-A value for each token of a completion is a field of :class:`Generation` or :class:`Rollout` that is
-annotated with its :class:`Column`. Joining, messages, files and packed rows follow from that.
+Fields of :class:`Generation` and :class:`Rollout` that have a value for each token are annotated with
+a :class:`Column`, which determines how they are joined, sent, saved and packed into rows.
 """
 
 import functools
@@ -29,7 +29,7 @@ ServerKind = str
 class ServerInfo:
     """A server of the run.
 
-    ``num_joined``, how often this URL has joined the run, distinguishes a server that left and came
+    ``num_joined`` is how often this URL has joined the run. It tells apart a server that left and came
     back, which must be attested again. ``software``, such as ``vLLM 0.32.0``, is empty until known.
     A server that is lent (:mod:`torchtitan.grpo.rollout.lending`) sleeps unless it ``is_wanted``.
     """
@@ -47,8 +47,8 @@ class Prompt:
     """One row of the prompt set, tokenized once. Reward functions receive text and columns.
 
     Attributes:
-        group_id: Position in the shuffled, repeating stream of prompts, unique in a run. Of a
-            held-out prompt, its row in its set.
+        group_id: Position in the shuffled, repeating stream of prompts, unique in a run. For a
+            held-out prompt, the number of its row in its set.
         text: A string, or a list of chat messages.
         token_ids: [prompt_len] int32, the prompt as the server receives it.
         row: Where its row is, such as ``train.jsonl:8``.
@@ -65,8 +65,8 @@ class Prompt:
 class PromptProgress:
     """Position of a run in its stream of prompts, between two batches.
 
-    ``position`` is that of the first prompt not handed out yet. A resumed run starts with those
-    ``open``, handed out but neither trained nor closed, in ascending order.
+    ``position`` is that of the first prompt not handed out yet. A resumed run starts with the ``open``
+    prompts, which were handed out but neither trained nor closed. They are in ascending order.
     """
 
     position: int = 0
@@ -158,7 +158,7 @@ class GenerateRequest:
 
 @dataclass(frozen=True)
 class Column:
-    """Storage of a value that the tokens of a completion have.
+    """How a value for each token of a completion is stored.
 
     Attributes:
         dtype: Type of the array, which has the shape [tokens].
@@ -240,9 +240,9 @@ class Generation:
 
     @property
     def num_written(self) -> int:
-        """Tokens that the model wrote, those outside of the loss included.
+        """The number of tokens that the model wrote, including those outside of the loss.
 
-        Metrics, filters and the penalty of long completions take it as the completion's length.
+        Metrics, filters and the penalty of long completions take this as the completion's length.
         """
         return self.num_trained + self.num_context
 
@@ -255,7 +255,7 @@ class Generation:
 
 
 def separated(generations: Sequence[Generation]) -> list[Generation]:
-    """Returns generations with their rows ``apart`` behind each."""
+    """Returns the generations, each followed by the rows that it holds ``apart``."""
     return [one for whole in generations for one in (replace(whole, apart=()), *whole.apart)]
 
 
@@ -286,7 +286,7 @@ def joined(before: Generation | None, after: Generation) -> Generation:
 
 
 def unsampled(token_ids: Sequence[int], version: int, *, begins_row: bool = False) -> Generation:
-    """Makes a part of a completion that its model was shown and did not write."""
+    """Makes a part of a completion that was shown to the model and not written by it."""
     length = len(token_ids)
     return Generation(
         token_ids=np.array(token_ids, np.int32),
@@ -338,12 +338,12 @@ class Rollout(Generation):
         completion: The decoded text, for logs only; it is never tokenized again.
         reward: Weighted sum of the reward functions. None if scoring failed: the rollout is then
             left out, and never counts as zero.
-        unscored: One of `CAUSES` if it has none, or ``reward.unscorable_value`` in its place.
+        unscored: One of `CAUSES` if there is no reward, or ``reward.unscorable_value`` replaces it.
         reward_metrics: What the reward functions logged for the group with ``log_metric``.
         logged: What they logged for this completion with ``log_extra``, cut for logs.
-        teacher_logprobs: Those of the tokens at temperature 1; None if no teacher has rated them.
-        teacher_top_ids: The teacher's ``teacher.top_k`` most likely tokens in the place of each
-            token, all different; ``teacher_top_logprobs`` are theirs.
+        teacher_logprobs: The teacher's logprobs of the tokens at temperature 1; None without a teacher.
+        teacher_top_ids: The teacher's ``teacher.top_k`` most likely tokens at each position, all
+            different; ``teacher_top_logprobs`` are their logprobs.
     """
 
     prompt_ids: np.ndarray

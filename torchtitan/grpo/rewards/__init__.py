@@ -5,9 +5,9 @@
 
 
 class ScoreLater(Exception):
-    """What a reward function needs, such as the server of a judge, is out of reach.
+    """Raised by a reward function if what it needs, such as a judge's server, cannot be reached.
 
-    The group is scored again after a pause, up to seven times within about ten minutes, and counts
-    as unscored only then; after two times if each took half of ``reward.timeout_seconds``, and other
-    groups were scored meanwhile. The message is shown to the user.
+    The group is scored again after a pause, up to seven times within about ten minutes, before it
+    counts as unscored. Two attempts are enough if each took half of ``reward.timeout_seconds`` and
+    other groups were scored meanwhile. The message is shown to the user.
     """

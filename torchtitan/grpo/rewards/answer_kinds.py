@@ -45,7 +45,7 @@ def plain_text(answer: str) -> str:
 
 
 def same_date(a: str, b: str) -> bool | None:
-    """Compares dates; ``1/2/2024`` may begin with the day or the month, but not differ in that."""
+    """Compares dates; ``1/2/2024`` may begin with the day or the month, but alike in both answers."""
     readings = [_dates(plain_text(answer).lower()) for answer in (a, b)]
     if not any(readings):
         return None
@@ -61,7 +61,7 @@ def _dates(text: str) -> list[datetime]:
 
 
 def same_time(a: str, b: str) -> bool | None:
-    """Compares times of day if one says ``AM`` or ``PM``; others may be in both halves of the day."""
+    """Compares times of day if one says ``AM`` or ``PM``; the other may then mean either half of the day."""
     texts = [re.sub(r"[\s.]", "", plain_text(answer).lower()) for answer in (a, b)]
     clocks = [_clocks(text) for text in texts]
     if not any(of and text.endswith("m") for text, of in zip(texts, clocks, strict=True)):
@@ -76,7 +76,7 @@ def _clocks(text: str) -> set[datetime]:
 
 
 def _read(text: str, forms: Sequence[str]) -> list[datetime]:
-    """What a text says in each of the forms in which it can be read."""
+    """The text as parsed by each of ``forms`` that fits it."""
     found = []
     for form in forms:
         with contextlib.suppress(ValueError):
@@ -104,7 +104,7 @@ def _based(answer: str) -> tuple[str, int | None]:
 
 
 def same_ratio(a: str, b: str) -> bool | None:
-    """Compares ratios of three parts or more, which math-verify would divide through."""
+    """Compares ratios of three parts or more, in which math-verify would read divisions."""
     parts = [answer.split(":") for answer in (a, b)]
     if max(map(len, parts)) < 3:
         return None
@@ -118,7 +118,7 @@ def same_ratio(a: str, b: str) -> bool | None:
 
 
 def same_choice(a: str, b: str) -> bool | None:
-    """Compares choices such as ``A``, ``(A)`` and ``(A) 12``; the latter is also ``12``."""
+    """Compares choices such as ``A``, ``(A)`` and ``(A) 12``, by their letters."""
     choices = [_CHOICE.fullmatch(plain_text(answer)) for answer in (a, b)]
     letters = [(choice[1] or choice[2]).upper() for choice in choices if choice is not None]
     return letters[0] == letters[1] if len(letters) == 2 else None
@@ -131,7 +131,7 @@ def without_choice(answer: str) -> str:
 
 
 def same_words(a: str, b: str) -> bool | None:
-    """Compares two answers of which at least one is text; a product such as ``xy`` is none."""
+    """Compares two answers of which at least one is text; a product such as ``xy`` is not text."""
     words = [_words(answer) for answer in (a, b)]
     if words[0] is not None and words[1] is not None:
         return words[0] == words[1]
@@ -144,8 +144,8 @@ def same_words(a: str, b: str) -> bool | None:
 def _words(answer: str) -> str | None:
     r"""Returns the normalized text of an answer in words; ``None`` for every other answer.
 
-    Such an answer is ``\text{...}`` around more than one letter, or has a word: three letters or
-    more with a vowel, or a common one of two letters.
+    An answer in words is ``\text{...}`` around more than one letter, or has a word: three or more
+    letters with a vowel, or a common word of two letters.
     """
     if _EMPTY_SET.fullmatch(answer):
         return "no solution"

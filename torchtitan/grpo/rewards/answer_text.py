@@ -161,7 +161,7 @@ def _ungrouped(digits: re.Match[str]) -> str:
 
 
 def _may_be_elements(digits: re.Match[str]) -> bool:
-    """Whether these are in brackets in which nothing but a bare comma separates elements."""
+    """Whether the digits are in brackets in which only commas without white space separate elements."""
     text, opened = digits.string, list[re.Match[str]]()
     for bracket in _BRACKET.finditer(text, 0, digits.start()):
         if not bracket["closing"]:
@@ -238,7 +238,7 @@ def with_braces(text: str) -> str:
 
 
 class _Reader:
-    """Reads LaTeX token by token; ``_tokens`` begins with its end."""
+    """Reads LaTeX token by token; ``_tokens`` has the tokens in reverse order."""
 
     def __init__(self, text: str) -> None:
         self._tokens = _TOKEN.findall(text)[::-1]

@@ -30,7 +30,7 @@ def exact_match(
 ) -> list[float | None]:
     """Returns 1 if the completion equals the answer but for white space around both, else 0.
 
-    Any of a list of answers counts; without one it returns ``None`` (see `gold_values`).
+    If the answer is a list, any element counts. Without an answer, returns ``None`` (see `gold_values`).
     """
     return _best(completions, answer, lambda text, right: float(text.strip() == right.strip()))
 
@@ -40,7 +40,7 @@ def partial_match(
 ) -> list[float | None]:
     """Returns the fraction of positions at which the completion has the answer's character.
 
-    Equal positions are divided by the longer of both lengths. White space around both texts is
+    The number of equal characters is divided by the greater length. White space around both texts is
     ignored. Of a list of answers the closest one counts.
 
     Example: answer ``4321``. ``4321`` earns 1, ``4329`` earns 3/4, ``43`` earns 2/4, ``432100``
@@ -61,10 +61,10 @@ def boxed_math(
     r"""Returns 1 if the completion's final answer is mathematically equal to the expected one.
 
     The final answer is the content of the last ``\boxed{...}``, or else what follows the last
-    ``####``; a completion with neither earns 0. The expected answer, any of a list, is read
-    likewise, then after ``The answer is``, and as a whole if it has none of these. ``1/2``, ``0.5``
-    and ``\frac{1}{2}`` are equal (see `math_answers`). A completion that cannot be compared within
-    the limit of processor time receives ``None``, and is unscorable if the expected answer is not why.
+    ``####``; a completion with neither earns 0. The expected answer, or any of a list, is read in the
+    same way, else after ``The answer is``, else as a whole. ``1/2``, ``0.5`` and ``\frac{1}{2}`` are
+    equal (see `math_answers`). A completion that cannot be compared within the limit of processor
+    time receives ``None``. It counts as unscorable unless the expected answer is the cause.
     """
     scores = _best(completions, answer, _equal_answers)
     for i, score in enumerate(scores):
@@ -80,8 +80,8 @@ def last_number(
     """Returns 1 if the last number of the completion equals the expected one, else 0.
 
     ``79 - 22 = 57.``, ``$57.00`` and ``57%`` end in 57, ``5-3`` in 3, and ``f(x2)`` in none
-    (see :func:`~.final_answers.numbers_in`). The expected answer, any of a list, is read as by
-    `boxed_math`; it is unknown, ``None``, unless it holds one number.
+    (see :func:`~.final_answers.numbers_in`). The expected answer, or any of a list, is read as by
+    `boxed_math`; returns ``None`` unless it holds exactly one number.
     """
     return _best(completions, answer, ends_in)
 
@@ -91,7 +91,7 @@ def _best(
     answers: Sequence[Any],
     score: Callable[[str, str], float | None],
 ) -> list[float | None]:
-    """The best score of each completion over its right answers; ``None`` if one is unknown."""
+    """The best score of each completion over its right answers; ``None`` if that is not known."""
     best: list[float | None] = []
     for completion, answer in zip(completions, answers, strict=True):
         text = completion_text(completion)
@@ -122,7 +122,7 @@ def environment(
     environment_reward: Sequence[float | None],
     **_: Any,
 ) -> list[float | None]:
-    """Returns what ``rollout.environment``, or an agent, gave; ``None`` where it gave none."""
+    """Returns the rewards that ``rollout.environment`` or an agent gave; ``None`` where it gave none."""
     return list(environment_reward)
 
 
@@ -164,10 +164,10 @@ def _equal_answers(text: str, expected: str) -> float | None:
 
 @functools.lru_cache(maxsize=1024)
 def _is_comparable(expected: str) -> bool:
-    """Whether an expected answer can be compared with a simple one."""
+    """Whether an expected answer can be compared with a simple answer within the time limit."""
     return _equal_answers("#### 1", expected) is not None
 
 
 def _is_visible(character: str) -> bool:
-    """Whether there is a letter, a digit, a sign or a symbol, and none of those that print nothing."""
+    """Whether this is a letter, digit, punctuation mark or symbol that prints something."""
     return unicodedata.category(character)[0] in "LNPS" and character not in _BLANK

@@ -56,7 +56,7 @@ def read_expected(answer: str) -> str:
 
 
 def _closing_braces(text: str) -> dict[int, int]:
-    """The places of the braces that close others, by those that they close."""
+    """Maps the position of each opening brace to that of its closing brace."""
     opened: list[int] = []
     closing: dict[int, int] = {}
     for brace in re.finditer(r"[{}]", text):
@@ -72,7 +72,7 @@ def numbers_in(text: str) -> list[Decimal]:
 
     Commas may separate thousands. A minus directly before a number belongs to it, unless it follows a
     letter, a digit, a percent sign or a closing bracket, as in ``5-3``. Digits directly after a letter,
-    as in ``x2``, are no number; before one, as in ``57km``, they are. ``1/2`` has two numbers.
+    as in ``x2``, are no number; before a letter, as in ``57km``, they are. ``1/2`` has two numbers.
     """
     return [
         Decimal("-" * bool(found["minus"]) + re.sub("[{,}]", "", found["digits"]))
@@ -90,7 +90,7 @@ def expected_number(answer: str) -> Decimal | None:
 
 
 def ends_in(text: str, expected: str) -> float | None:
-    """Returns 1 if the last number of the text is that of the expected answer, else 0."""
+    """Returns 1 if the text's last number is the expected one, else 0; ``None`` if none is expected."""
     wanted = expected_number(expected)
     return None if wanted is None else float(numbers_in(text)[-1:] == [wanted])
 

@@ -33,8 +33,8 @@ _COMPARING = (*_SHORTEST, *(f"torchtitan.grpo.rewards.gsm8k{dot}hash_answer_exac
 def right_answers(value: Any) -> list[str]:
     """Returns the texts that a value of the column ``answer`` holds; none if it is no answer.
 
-    Any element of a list is a right answer, a number in each of its usual forms, a boolean in those
-    of Python and JSON. Arrays and scalars of numpy and pyarrow are read as well.
+    Each element of a list is a right answer. A number gives a text for each of its usual forms, a
+    boolean for those of Python and JSON. Arrays and scalars of numpy and pyarrow are read as well.
 
     Example: ``["1/2", 0.5]`` gives ``1/2`` and ``0.5``, ``21.0`` gives ``21`` and ``21.0``, and
     ``None``, NaN, ``[]`` and ``{}`` give nothing.
@@ -46,10 +46,10 @@ def right_answers(value: Any) -> list[str]:
 
 
 def gold_judge(functions: Sequence[str]) -> Callable[[Mapping[str, Any]], str | None]:
-    """Returns a judge of the columns of a row, which says why these functions cannot use them.
+    """Returns a function that says why these reward functions cannot use the columns of a row.
 
-    A set whose first row has no column ``answer`` is not judged by it: the functions are tried on
-    that row, and the message then names the columns that there are.
+    If the first row has no column ``answer``, this column is not judged: calling the reward functions
+    on that row then fails with a message that names the existing columns.
     """
     first: list[Mapping[str, Any]] = []
     comparing = [function for function in functions if function in _COMPARING]
@@ -96,7 +96,7 @@ def unearnable_warning(
     count_tokens: Callable[[str], int],
     max_new_tokens: int,
 ) -> str | None:
-    """Returns a warning with an example, if any; ``key`` is the TOML key of the examples' path."""
+    """Returns a warning if ``function`` cannot be earned in some examples, whose path is set by ``key``."""
     if function not in _SHORTEST:
         return None
     shortest = _SHORTEST[function]

@@ -37,9 +37,9 @@ def hash_answer_exact(
 ) -> list[float | None]:
     """Returns 1 if the last `#### <number>` line has the expected number, else 0.
 
-    Thousands commas and a dollar sign are ignored, and ``5.0`` is ``5``. Any of a list of answers
-    counts; without one it returns ``None``. Raises ValueError if an expected answer holds no
-    number.
+    Thousands commas and a dollar sign are ignored, and ``5.0`` is ``5``. If the answer is a list, any
+    element counts. Without an answer, returns ``None``. Raises ValueError if an expected answer holds
+    no number.
     """
     expected = [[_expected_number(text) for text in right_answers(value)] for value in answer]
     found = [_HASH_LINE.findall(completion_text(completion)) for completion in completions]

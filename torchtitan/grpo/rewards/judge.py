@@ -3,10 +3,10 @@
 
 """The built-in reward function ``judge``, which asks a model on a server; see `config/judge.py`.
 
-What is not written in a form that is known is no score. The score stands behind the last mark,
-such as ``Score:``, or, without any mark, alone in the last line. It may have a unit, the best score
-and an aside, as in ``8 points out of 10 (80%)``, and ends its line or its sentence. All expressions
-take time in proportion to the text's length.
+Only a number in a known form counts as a score. It follows the last mark, such as ``Score:``, or,
+if there is no mark, stands alone in the last line. It may have a unit, the best possible score and
+an aside, as in ``8 points out of 10 (80%)``, and must end its line or sentence. All regular
+expressions take time in proportion to the text's length.
 """
 
 import asyncio
@@ -55,8 +55,8 @@ class _Verdict:
 class Judge:
     """Scores completions by the answers of a judge, in one event loop.
 
-    Verdicts are kept, so that equal requests are sent once. ``limit_seconds`` is the time in which a whole group
-    must be scored.
+    Verdicts are kept, so that equal requests are sent once. ``limit_seconds`` is the time in which a
+    whole group must be scored.
     """
 
     def __init__(self, settings: Settings, limit_seconds: float) -> None:
@@ -207,12 +207,12 @@ class Judge:
 
 
 def _usable(number: float | None) -> float | None:
-    """``None`` for NaN, infinity, and what is too large for a reward."""
+    """Returns the number, or ``None`` if it is NaN, infinite or too large for a reward."""
     return number if number is not None and abs(number) <= LARGEST_REWARD else None
 
 
 def _prompt_text(prompt: Any) -> str:
-    """The text of a prompt: of several messages, with the role before each."""
+    """The text of a prompt. If it has several messages, the role precedes each."""
     if isinstance(prompt, str):
         return prompt
     said = [(message["role"], _joined(message["content"])) for message in prompt]
@@ -275,7 +275,7 @@ _HAS_BEGUN = re.compile(r"\d(?:[.,'_/]| ?[-–—~*^] ?|e[-+]?)?$|(?<![\w)])[-�
 
 
 def written_score(answer: str, *, is_cut: bool) -> float | None:
-    """Returns the score, or ``None``. An answer that ``is_cut`` must have it behind a mark."""
+    """Returns the score, or ``None``. If the answer ``is_cut``, only a score behind a mark counts."""
     text = _understood(answer)
     for tag, plain in _TAGS:
         text = tag.sub(plain, text)
@@ -289,7 +289,7 @@ def written_score(answer: str, *, is_cut: bool) -> float | None:
 
 
 def _read(text: str, start: int, is_cut: bool, may_go_on: bool = False) -> float | None:
-    """Reads the score that begins here; a sentence behind it ``may_go_on`` in its line."""
+    """Reads the score at ``start``. With ``may_go_on``, a sentence may follow it in its line."""
     score = _SCORE.match(text, start)
     if score is None:
         return None
@@ -302,7 +302,7 @@ def _read(text: str, start: int, is_cut: bool, may_go_on: bool = False) -> float
 
 
 def found_score(found: re.Match[str], *, is_cut: bool) -> float | None:
-    """Reads what an expression of the user's has found, unless it is a part of a longer number."""
+    """Reads the match of the user's regular expression, unless it is a part of a longer number."""
     text, (start, end) = found.string, found.span(1)
     before, rest = _understood(text[max(0, start - 8) : start]), _understood(text[end : end + 200])
     may_go_on = is_cut and not (_CLOSED.match(rest) or re.match(r"[^\w\n]*\n", rest))
@@ -318,7 +318,7 @@ def found_score(found: re.Match[str], *, is_cut: bool) -> float | None:
 
 
 def _understood(text: str) -> str:
-    """One blank for several; ``½``, ``²`` and ``Ⅷ`` become a form that no number has."""
+    """Normalizes blanks and signs. ``½``, ``²`` and ``Ⅷ`` become ``^0``, which is part of no score."""
     text = re.sub(r"(?<=\d)[\u200b-\u200d\u2060\ufeff]+(?=\d)", "^", text).translate(_CHARACTERS)
     text = re.sub(r"[^\S\n]+", " ", text)
     return "".join("^0" if unicodedata.category(c) in ("No", "Nl") else c for c in text)

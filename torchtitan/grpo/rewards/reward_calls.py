@@ -3,8 +3,8 @@
 
 """Calls one reward function for one group, and turns what it returns or raises into a reply.
 
-Nothing that user code does gets past these functions: an event loop ends with some exceptions, and
-futures cannot hold others.
+No exception of user code gets past these functions: some would end the event loop, and futures
+cannot hold others.
 """
 
 import asyncio
@@ -38,9 +38,9 @@ Values = list[float | None]
 
 
 class Score(msgspec.Struct, tag=True):
-    """Asks a worker to score the completions of one prompt with the functions at these positions.
+    """Asks a worker to score the completions of one prompt with the functions of the indices ``which``.
 
-    ``number`` distinguishes it from the other requests of its pool.
+    ``number`` distinguishes the request from others of its pool.
     """
 
     number: int
@@ -76,7 +76,7 @@ class LoadedFunction:
         return inspect.iscoroutinefunction(code_holder(self.function))
 
     def call(self, request: Score, log: RewardLog) -> Values | Refused:
-        """Calls a synchronous function, in whichever thread this runs."""
+        """Calls a synchronous function in the current thread."""
         try:
             return _checked(self._start(request, log), len(request.completions))
         except BaseException as error:
@@ -147,7 +147,7 @@ def _checked(result: Any, expected: int) -> Values:
 
 
 def _shape_problem(result: Any, expected: int) -> str | None:
-    """Says what else than a list a function returned, and what to do; ``None`` for a list."""
+    """Says what a function returned instead of a list, and what to do; ``None`` if it returned a list."""
     what = f"a {type(result).__name__}"
     if inspect.isawaitable(result) or inspect.isasyncgen(result):
         if inspect.iscoroutine(result):

@@ -76,9 +76,9 @@ _WHAT = "reward.functions: reward function"
 
 
 def load_function(path: str, judge: Callable[[], RewardFunction] | None = None) -> RewardFunction:
-    """Takes a path (see `functions`) or a built-in's name; ValueError if that cannot be loaded.
+    """Loads a function by its path (see `functions`) or a built-in's name. Raises ValueError.
 
-    ``judge`` makes the built-in that is made of settings.
+    ``judge`` makes the built-in function of this name, which depends on settings.
     """
     if path == JUDGE and judge is not None:
         return judge()
@@ -103,7 +103,7 @@ def call_function(
     columns: dict[str, list[Any]],
     more: Mapping[str, Any],
 ) -> Any:
-    """Calls a function with what it accepts; ``more`` are those of ``ARGUMENTS``."""
+    """Calls a function with those arguments that it accepts; ``more`` has the ``ARGUMENTS``."""
     available: dict[str, Any] = {**columns, **more, "completion_ids": completion_ids}
     available |= {"prompts": prompts, "completions": completions}
     parameters = inspect.signature(function).parameters.values()
@@ -133,7 +133,7 @@ _FOREIGN_ARGUMENTS = {
 
 
 def foreign_signature(function: RewardFunction, missing: Iterable[str]) -> str:
-    """Says what to do with a function that has another project's signature; empty if it has not."""
+    """Says what to do with a function of another project's signature; empty if it has no such signature."""
     projects = [_FOREIGN_ARGUMENTS[name] for name in missing if name in _FOREIGN_ARGUMENTS]
     if not projects:
         return ""

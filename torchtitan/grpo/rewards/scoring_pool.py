@@ -6,8 +6,8 @@
 A group that exceeds the time limit is unscored (never scored as zero). If that is because a
 synchronous function hangs, its worker is killed with everything that it has started, and replaced.
 
-Which group blocked an event loop or ended a process is not known, so all groups that the worker
-was scoring are scored again, one at a time, in a process of their own. Only there do they fail.
+It is not known which group blocked an event loop or ended a process. All groups that the worker was
+scoring are therefore scored again, one at a time, in a separate process. Only there do they fail.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ class ScoringFailed(CallFailed):
 
 
 class ScoringPostponed(ScoringFailed):
-    """One group could not be scored now."""
+    """One group could not be scored now, but may be scored later."""
 
 
 class RewardError(RuntimeError):
@@ -56,9 +56,9 @@ class RewardError(RuntimeError):
 
 
 class RewardPool:
-    """Scores groups; ``on_failure`` is called for each group that could not be scored, or not now.
+    """Scores groups. ``on_failure`` is called for each group that failed or was postponed.
 
-    Functions are told ``max_steps``, and what ``next_step`` returns, in ``trainer_state``.
+    Functions receive ``max_steps``, and what ``next_step`` returns, in ``trainer_state``.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class RewardPool:
 
     @property
     def warning(self) -> str:
-        """Why fewer groups are scored at a time than the user may expect; empty if they are not."""
+        """Why fewer groups are scored at a time than the user may expect; empty if that is not so."""
         return _loaded(self._workers.loaded).warning
 
     async def check(
@@ -134,11 +134,11 @@ class RewardPool:
     ) -> Scored:
         """Returns for each function its value for each completion of one prompt, and what it logs.
 
-        ``which`` are positions of functions (``None``: all). ``columns`` are further arguments with
-        one value for each completion. Raises :class:`ScoringFailed` if this group cannot be scored,
-        and :class:`RewardError` if it is the last of ``reward.max_consecutive_failures`` such
-        groups in a row with the same functions, or a new worker cannot import the functions. Groups
-        that are scored at the same time count as one in such a row.
+        ``which`` are indices of functions (``None``: all). ``columns`` are further arguments with one
+        value for each completion. Raises :class:`ScoringFailed` if this group cannot be scored. Raises
+        :class:`RewardError` if this happens to ``reward.max_consecutive_failures`` groups in a row with
+        the same functions (groups scored at the same time count as one), or if a new worker cannot
+        import the functions.
         """
         request = self._request(prompt, completions, completion_ids, which, columns)
         row, begun_at = tuple(request.which), math.inf
@@ -259,9 +259,9 @@ class RewardPool:
             raise ScoringFailed(prompt, "crash", message) from error
 
     async def _reply(self, request: Score, on_begin: Callable[[], object]) -> Reply | Refused:
-        """Sends a request, and again if its worker was lost with several groups.
+        """Sends a request, and sends it again if its worker was lost while it scored several groups.
 
-        ``on_begin`` is called when a worker has room for it.
+        ``on_begin`` is called when a worker has room for the request.
         """
         worker = await self._workers.enter()
         on_begin()

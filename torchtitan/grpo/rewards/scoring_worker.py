@@ -37,7 +37,7 @@ class LoadFunctions(msgspec.Struct, tag=True):
 class Loaded(msgspec.Struct, tag=True):
     """Reply to :class:`LoadFunctions`: how many groups may be scored at a time.
 
-    A ``warning`` says why, if the user may expect more of them.
+    If the user may expect more groups, ``warning`` says why there are not.
     """
 
     concurrency: int
@@ -47,8 +47,8 @@ class Loaded(msgspec.Struct, tag=True):
 class Scored(msgspec.Struct, tag=True):
     """Reply to :class:`Score`: ``values[i]`` is what function ``which[i]`` returned.
 
-    The functions have logged ``metrics``, and ``extra`` with one value for each completion. What the
-    policy wrote is why the completions ``unscorable`` have no value.
+    The functions have logged ``metrics``, and ``extra`` with one value for each completion. The
+    completions ``unscorable`` have no value because of what the policy wrote in them.
     """
 
     values: list[Values]
@@ -63,7 +63,7 @@ decode_reply = msgspec.msgpack.Decoder(Reply | Refused).decode
 
 
 def load(request: LoadFunctions) -> Hosted:
-    """Raises ValueError if a function cannot be loaded."""
+    """Loads the functions. Raises ValueError if one cannot be loaded."""
     functions = [
         LoadedFunction(path, load_function(path, lambda: _judge(request)))
         for path in request.functions
@@ -109,7 +109,7 @@ async def _answer(loaded: list[LoadedFunction], host: Host, request: Score) -> S
 
 
 def default_concurrency(functions: Iterable[LoadedFunction]) -> tuple[list[str], int]:
-    """Returns the functions that block, and how many groups a worker therefore scores at a time."""
+    """Returns the functions that block, and how many groups a worker scores at a time by default."""
     blocking = [f.path for f in functions if not (f.is_async or f.path in QUICK)]
     return blocking, 1 if blocking else ASYNC_CONCURRENCY
 

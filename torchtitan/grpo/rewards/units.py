@@ -3,8 +3,8 @@
 
 r"""Units of measurement in answers, such as ``5\text{ cm}``, ``25 cm²``, ``\$3`` or ``42 apples``.
 
-A unit that only one of two answers states does not matter. Else the quantities must be equal:
-``5 m`` is ``500 cm`` and neither ``5 cm`` nor ``5 s``. Unknown words are separate units.
+A unit that only one of two answers states is ignored. If both state one, the quantities must be
+equal: ``5 m`` is ``500 cm`` and neither ``5 cm`` nor ``5 s``. Each unknown word is a unit of its own.
 """
 
 import re
@@ -102,9 +102,10 @@ _TOKEN = re.compile(rf"({_WORD}){_POWER}?|(/)|([*·])")
 
 @dataclass(frozen=True)
 class Unit:
-    """A unit, or the words that stand in its place.
+    """A unit, or unknown ``words`` in the place of one.
 
-    ``factor`` is its size in the first unit of ``dimensions``: what is measured, with exponents.
+    ``dimensions`` is what the unit measures, with exponents. ``factor`` is its size relative to the
+    base unit of these dimensions.
     """
 
     factor: Fraction = Fraction(1)
@@ -161,7 +162,7 @@ def _split(found: re.Match[str]) -> Quantity:
 
 
 def _sum(text: str) -> Quantity | None:
-    """Reads a sum of quantities of one kind, such as ``2 hours 30 minutes``, in its first unit."""
+    """Reads a sum of quantities of one kind, such as ``2 hours 30 minutes``, as one in the first unit."""
     parts = list(_PART.finditer(text))
     if len(parts) < 2 or "".join(part[0] for part in parts) != text:
         return None
@@ -180,7 +181,7 @@ def _flat(answer: str) -> str:
 
 
 def _unit(text: str) -> Unit | None:
-    """Reads the name of a unit; ``None`` if it says nothing, as ``units`` does."""
+    """Reads the name of a unit; ``None`` for filler such as ``units``."""
     text = _IN_ALL.sub("", _TEMPERATURE.sub(lambda found: "°" + found[1].upper(), text))
     tokens = [
         (found[1] or found[2] or "*", int(re.sub(r"[^-\d]", "", found[0]) or 1))
@@ -214,7 +215,7 @@ def _stem(word: str) -> str:
 
 
 def _lookup(word: str) -> tuple[str, Fraction] | None:
-    """What a unit measures, and its size."""
+    """Returns what a unit measures, and its size; ``None`` if it is unknown."""
     forms = (
         form
         for name in (word, word.lower())

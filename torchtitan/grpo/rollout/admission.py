@@ -89,8 +89,8 @@ class Admission:
     ) -> tuple[int, int]:
         """Returns how many groups another server of ``server_version`` could generate now.
 
-        ``free`` are open groups that still have to be generated and that no server runs already. The
-        first number is of groups that the next batch waits for, the second of further ones.
+        ``free`` are the open groups that need completions and that no server is generating. The first
+        number returned counts groups that the next batch waits for, and the second counts others.
         """
         due_elsewhere = sum(group_id not in free for group_id in self._due())
         room = max(0, self._room(server_version))
@@ -111,14 +111,14 @@ class Admission:
         return self._has_capacity(completions_in_flight) and self._room(server_version) > 0
 
     def waits_for_trainer(self, server_version: int, completions_in_flight: int) -> bool:
-        """Whether a group there only waits for a batch to be taken or for newer weights."""
+        """Whether only the staleness bound or a full buffer keeps a group from starting on such a server."""
         return self._has_capacity(completions_in_flight) and self._room(server_version) <= 0
 
     def _has_capacity(self, completions_in_flight: int) -> bool:
         return completions_in_flight + self._group_size <= self._max_concurrent
 
     def _room(self, server_version: int) -> int:
-        """The number of groups that may start on a server of this version, or less than 0."""
+        """The number of groups that may start on a server of this version; it may be negative."""
         consumed = self.next_batch * self.groups_per_batch + self._num_taken
         room = (server_version + self.max_staleness + 1) * self.groups_per_batch
         room -= consumed + len(self._open)
@@ -133,14 +133,14 @@ class Admission:
         return self._open[group_id].start_version
 
     def overdue(self) -> list[int]:
-        """The unfinished groups that are due in the next batch, if only they hold it up."""
+        """The unfinished groups that are due in the next batch, if it waits for nothing else."""
         return self._due() if self._num_taken + self.num_finished >= self.groups_per_batch else []
 
     def finish(self, group_id: int, oldest_version: int) -> bool:
         """Marks a group as ready for training.
 
-        Returns ``False`` and closes it if its oldest token is older than its server was attested
-        to be, as after a restart: its earlier deadline was never planned for.
+        Returns ``False`` and closes the group if its oldest token was generated under a version
+        below its start version, as after a server's restart: its deadline could break the invariant.
         """
         group = self._open[group_id]
         if oldest_version < group.start_version:

@@ -27,14 +27,14 @@ _MAX_REQUEST_BYTES = 16 * 2**20
 
 
 class FetchRequest(msgspec.Struct):
-    """``positions`` are those of rollouts in the whole batch."""
+    """``positions`` are the indices of the requested rollouts in the whole batch."""
 
     version: int
     positions: list[int]
 
 
 class FetchAnswer(msgspec.Struct):
-    """The requested rollouts, a packed header before their arrays, or an ``error``."""
+    """The header of the packed rollouts, whose arrays follow in the next frame, or an ``error``."""
 
     rollouts: msgspec.Raw = msgspec.Raw(b"\xc0")
     error: str = ""
@@ -45,7 +45,7 @@ class FetchFailed(RuntimeError):
 
 
 class BatchHolder:
-    """Holds the arrays of the current batch, and answers the ranks, which all reach ``host``."""
+    """Holds the arrays of the current batch and sends them to ranks. All ranks must reach ``host``."""
 
     def __init__(self, context: zmq.asyncio.Context, host: str, secret: str) -> None:
         self._secret = secret.encode()

@@ -3,8 +3,8 @@
 
 """The model's chat template, which must print everything that was said, and always the same way.
 
-A template may loop, or double a string. It is therefore rendered in another process, with limits
-of time, memory and text, which also spares this one the import of transformers.
+A template may loop forever or fill the memory. It is therefore rendered in another process, under
+limits of time, memory and length of text. This process then need not import transformers either.
 """
 
 import asyncio
@@ -54,7 +54,7 @@ _MEDIA = re.compile(r"(input_)?(image|audio|video)s?(_(url|path|file|byte|\d+)s?
 
 
 def text_of(message: Mapping[str, Any]) -> Any:
-    """Returns a message's content, its parts joined. A ValueError names what is no text."""
+    """Returns a message's content, its parts joined. Raises ValueError naming a part that is not text."""
     if media := media_in(message):
         raise ValueError(repr(media))
     content = message.get("content")
@@ -95,13 +95,12 @@ class LeftOut(ValueError):
 class ChatTemplate:
     """Renders conversations with the template of a model directory.
 
-    For each conversation in which two kinds of messages follow each other, or one begins or ends it,
-    for the first time, artificial messages are rendered as well: each of their words must be in the
-    text. Otherwise messages of a role that a template does not know, such as system or tool, would
-    vanish.
+    A template silently drops messages of a role that it does not know, such as system or tool. When
+    a conversation has a new pair of adjacent kinds of messages, or begins or ends with a new kind, the
+    same messages are therefore rendered with artificial text, all of whose words must be printed.
 
-    ``date`` is the time that the template always takes for now, in ISO format (empty: this moment).
-    What ``special`` finds in tools and messages, but for those of the assistant, is marked as plain.
+    ``date`` is the fixed current time for the template, in ISO format (empty: the time of this call).
+    Matches of ``special`` in tools and messages, except the assistant's, are marked as plain text.
     """
 
     def __init__(
@@ -133,8 +132,8 @@ class ChatTemplate:
     def render(self, messages: Messages, *, opens_turn: bool = True, tools: Messages = ()) -> str:
         """Returns the text of a conversation, with the start of the assistant's turn.
 
-        Templates differ in the form of calls that they take, so each form is tried. Raises
-        ``ValueError`` if the template cannot, and :class:`LeftOut` if it leaves something out.
+        Templates expect tool calls in different forms, so each form is tried. Raises ``ValueError``
+        if the template can render none, and :class:`LeftOut` if it leaves something out.
         """
         if self._special is not None:
             tools = marked_plain(self._special, tools)
@@ -218,7 +217,7 @@ class ChatTemplate:
         return re.search(rf"\b{re.escape(name)}\b", self._source) is not None
 
     def _check_roles(self, messages: Messages) -> bool:
-        """Returns whether it was possible to check."""
+        """Raises LeftOut if a message is not printed in full. Returns whether this could be checked."""
         probes = [_probed(message, position) for position, message in enumerate(messages)]
         try:
             printed = set(_PROBE.findall(self._render(probes, opens_turn=False).lower()))
@@ -239,7 +238,7 @@ class ChatTemplate:
 
 
 def marked_plain(special: re.Pattern[str], value: Any) -> Any:
-    """Returns text, or messages and what they hold, with :data:`PLAIN` in what ``special`` finds."""
+    """Returns a text, or nested values, with :data:`PLAIN` after each character that ``special`` matches."""
     if isinstance(value, str):
         text = value.translate(_UNMARKED)
         return special.sub(lambda found: PLAIN.join([*found[0], ""]), text)
@@ -251,10 +250,10 @@ def marked_plain(special: re.Pattern[str], value: Any) -> Any:
 
 
 def _forms_of_calls(messages: Messages) -> Iterator[Messages]:
-    """Yields messages as they are, and those with calls also in the forms that templates take.
+    """Yields messages as they are and, if there are tool calls, in the two forms that templates expect.
 
-    No text beside calls is empty for most of them, and arguments are objects; for DeepSeek's, it is
-    null, and arguments are strings.
+    Beside calls without text, most templates expect empty content and arguments that are objects;
+    DeepSeek's expect null content and arguments that are strings.
     """
     yield [{key: of_key for key, of_key in m.items() if of_key is not None} for m in messages]
     if any(message.get("tool_calls") for message in messages):
@@ -265,7 +264,7 @@ def _forms_of_calls(messages: Messages) -> Iterator[Messages]:
 def _formed(
     message: dict[str, Any], empty: str | None, kind: type, form: Callable[[Any], Any]
 ) -> dict[str, Any]:
-    """Returns a message with arguments of a ``kind`` in another form, if it has calls."""
+    """Returns a message with the arguments of its calls converted by ``form`` if they are a ``kind``."""
     calls = []
     for call, function in _calls(message):
         with contextlib.suppress(ValueError):  # text that is no JSON stays as it is
@@ -277,7 +276,7 @@ def _formed(
 
 
 def _calls(message: Mapping[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Yields the calls of a message, each with its function, which is empty if it names none."""
+    """Yields the calls of a message, each with its function (an empty dict if it has none)."""
     calls = message.get("tool_calls")
     for call in calls if isinstance(calls, list) else ():
         function = call.get("function") if isinstance(call, dict) else None
@@ -285,7 +284,7 @@ def _calls(message: Mapping[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
 
 
 def _quotes_arguments(messages: Messages, text: str) -> bool:
-    """Whether a template has quoted arguments that are JSON in a string."""
+    """Whether the template has printed arguments, given as a string of JSON, as a quoted string."""
     functions = [function for message in messages for _, function in _calls(message)]
     given = [function.get("arguments") for function in functions]
     return any(isinstance(one, str) and _as_json(one) in text for one in given)
@@ -299,7 +298,7 @@ def _shape(message: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _probed(message: Mapping[str, Any], position: int) -> dict[str, Any]:
-    """Gives a message text that no template prints by itself."""
+    """Replaces the text of a message by words that no template contains."""
     words = (f"qzv{position}k{number}q" for number in itertools.count())
     probe = dict(message)
     if isinstance(content := probe.get("content"), list):
@@ -337,9 +336,10 @@ class _TemplateProcess:
         self._thread.start()
 
     def ask(self, request: dict[str, Any]) -> str | None:
-        """Returns the text; raises ValueError if the template raises, reaches a limit, or has no tokenizer.
+        """Returns the rendered text.
 
-        Raises ``TimeoutError`` without an answer, and ``RuntimeError`` if the worker ends, twice.
+        Raises ``ValueError`` if the tokenizer cannot be loaded, or the template fails or reaches a limit;
+        ``TimeoutError`` without an answer; and ``RuntimeError`` if the worker ends twice.
         """
         said = len(str([request["messages"], request["tools"]]))
         limits = {
@@ -371,7 +371,7 @@ class _TemplateProcess:
         self._thread.join(_EXIT_SECONDS)
 
     def _exchange(self, request: dict[str, Any]) -> dict[str, Any] | None:
-        """Returns ``None`` if the worker has ended without an answer."""
+        """Returns the worker's answer, or ``None`` if it has ended without one."""
         try:
             return self._wait(self._answer(request), 2 * _WAIT_SECONDS)
         except TimeoutError as error:

@@ -26,20 +26,23 @@ from torchtitan.grpo.system.monitoring.addresses import KEY_VARIABLE
 def start_process(
     module: str, folder: Path, config: RolloutProcessConfig, log_file: Path
 ) -> tuple[subprocess.Popen, str]:
-    """Starts a module with its folder as argument. Returns it with the mark of all that it starts."""
+    """Starts a module with ``folder`` as argument. Returns the process and its ``RUN_VARIABLE``.
+
+    All processes that it starts inherit this variable, by which :func:`end_process` finds them.
+    """
     environ = child_environment(config, os.environ)
     command = [*LIGHT_PYTHON, module, str(folder)]
     return start_child(command, env=environ, log_file=log_file), environ[RUN_VARIABLE]
 
 
 def end_process(child: subprocess.Popen, mark: str, grace_seconds: float = 3.0) -> None:
-    """Ends the process, and what user code has left behind if it was killed."""
+    """Ends the process, and the processes of user code that it left running if it was killed."""
     stop_children([child], grace_seconds)
     end_marked(mark)
 
 
 def child_environment(config: RolloutProcessConfig, environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns what the process sees of ``environ``, and a new ``RUN_VARIABLE``."""
+    """Returns the variables of ``environ`` that the process may see, and a new ``RUN_VARIABLE``."""
     own = [API_KEY_VARIABLE, ADMIN_KEY_VARIABLE, *config.workers.pass_variables]
     own += [TEACHER_KEY_VARIABLE] if config.teacher.urls else []
     own += [KEY_VARIABLE] if config.monitor_host else []

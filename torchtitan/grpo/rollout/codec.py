@@ -3,8 +3,8 @@
 
 """Packs dataclasses with arrays, such as groups of rollouts, as a msgpack header and raw arrays.
 
-For other processes and for files. In the header, :class:`_Array` stands for an array that follows.
-One that several objects share, as rollouts share their prompt, follows once.
+The result is sent to other processes or written to files. In the header, an :class:`_Array` stands
+for an array that follows. An array that several objects share, such as a group's prompt, follows once.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -22,7 +22,7 @@ _ALIGNMENT = 8
 
 
 class _Array(msgspec.Struct, array_like=True):
-    """``shared`` is the position of the same array before it, or -1. If not ``sent``, it is zeros."""
+    """``shared`` is the index of an earlier identical array, or -1. Arrays not ``sent`` are read as zeros."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -59,7 +59,7 @@ def pack(value: Any, is_sent: Callable[[np.ndarray], bool] = lambda array: True)
 def unpack(packed: Packed, kind: type[_Value]) -> _Value:
     """Reverses :func:`pack`. The arrays are views of the bytes, and therefore read-only.
 
-    Raises ``ValueError`` for another header than that of a ``kind``, or other arrays.
+    Raises ``ValueError`` if the header does not describe a ``kind``, or the arrays do not match it.
     """
     found: list[np.ndarray] = []
     position = 0

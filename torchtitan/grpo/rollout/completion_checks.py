@@ -20,7 +20,7 @@ from torchtitan.grpo.types import Generation, NewRows, Rollout, VersionSegment, 
 
 
 def rollout_problem(rollout: Rollout, *, vocab_size: int, row_len: int) -> str | None:
-    """Returns the fault of a rollout, as the rest of a sentence, or None."""
+    """Returns what is wrong with a rollout, as the rest of a sentence, or None."""
     prompt = rollout.prompt_ids
     if not (len(prompt) and prompt.min() >= 0 and prompt.max() < vocab_size):
         return f"the prompt must have token ids in [0, {vocab_size}), the model's vocabulary"
@@ -41,7 +41,7 @@ def reward_problem(rewards: Sequence[float | None]) -> str | None:
 
 
 def completion_problem(one: Generation, vocab_size: int) -> str | None:
-    """Returns the fault of a completion, as the rest of a sentence, or None."""
+    """Returns what is wrong with a completion, as the rest of a sentence, or None."""
     ids, num_tokens = one.token_ids, len(one.token_ids)
     if num_tokens == 0:
         return "it has no token"
@@ -75,7 +75,7 @@ def length_problem(num_prompt: int, one: Generation, row_len: int) -> str | None
 
 
 def longest_sequence(num_prompt: int, num_completion: int, new_rows: NewRows) -> int:
-    """The longest of the sequences of a rollout, in tokens."""
+    """The length of a rollout's longest sequence, in tokens."""
     borders = [0, *(start for start, _ in new_rows), num_completion]
     lengths = [end - start for start, end in pairwise(borders)]
     return max(num_prompt + lengths[0], *lengths[1:], 0)

@@ -26,9 +26,9 @@ _MAX_ANNOUNCED = 3
 
 @dataclass(frozen=True)
 class DropKind:
-    """``words`` are its name in the step's line and the summary, ``phrase`` in announcements.
+    """``words`` name the kind in the step's line and the summary, ``phrase`` in announcements.
 
-    ``name`` ends that of its metric; by default it consists of the words.
+    ``name`` is the last part of the metric's name; by default it is made from ``words``.
     """
 
     words: str
@@ -76,7 +76,7 @@ DROP_KINDS: dict[str, DropKind] = {
 
 
 class DropLog:
-    """Announces the first loss of each kind, and counts all in ``counts``."""
+    """Announces the first losses of each kind, and counts all losses in ``counts``."""
 
     def __init__(self, announce: Callable[[str], None] | None = None) -> None:
         self.counts: Counter[str] = Counter()
@@ -85,10 +85,10 @@ class DropLog:
         self._last: Counter[str] = Counter()
 
     def record(self, kind: str, reason: str, *, source: str = "", number: int = 1) -> None:
-        """Counts losses of a key of :data:`DROP_KINDS`.
+        """Counts losses of one ``kind``, a key of :data:`DROP_KINDS`.
 
-        Announces the first of each of a few sources. ``reason`` is a sentence. ``source`` is what
-        they have in common, such as a server.
+        ``source`` is what losses have in common, such as a server. The first loss of each of the first
+        few sources is announced, and the others are logged. ``reason`` is a sentence.
         """
         self.counts[kind] += number
         announced = self._announced[kind]

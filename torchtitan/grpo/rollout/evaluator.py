@@ -40,7 +40,7 @@ _Scoring = asyncio.Task[EvaluatedPrompt | None]
 
 @dataclass(frozen=True)
 class HeldOut:
-    """One opened set of held-out prompts. ``function`` is a position in the pool."""
+    """One opened set of held-out prompts. ``function`` is the index of its reward function in the pool."""
 
     name: str
     settings: EvaluationSet
@@ -50,7 +50,7 @@ class HeldOut:
 
 
 class Evaluator:
-    """Evaluates one call at a time. The writers of the sets must take places from ``room``."""
+    """Runs one evaluation at a time. The writers of the sets must take their server slots from ``room``."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class Evaluator:
         )
 
     def progress(self) -> tuple[int, int, int]:
-        """Completions that are done and those that are wanted, and all tokens so far."""
+        """The numbers of finished completions, of completions wanted, and of all tokens so far."""
         wanted = sum(len(held.prompts) * held.settings.num_samples for held in self._sets)
         return self._num_done, wanted, self._num_tokens
 
@@ -135,7 +135,7 @@ class Evaluator:
     async def _score(
         self, held: HeldOut, prompt: Prompt, completions: Sequence[asyncio.Task[Generation]]
     ) -> EvaluatedPrompt | None:
-        """Returns ``None`` if no completion received a score."""
+        """Returns the prompt with its scored completions, or ``None`` if no completion received a score."""
         generations = separated(await self._finished(held, prompt, completions))
         if not generations:
             return None
@@ -230,8 +230,8 @@ def summarize_set(
 ) -> SetResult:
     """Returns the figures of one set, from its prompts with a scored completion.
 
-    A prompt counts with the mean over its scored completions. For pass@k, prompts with fewer than
-    k of these are left out, and so is a figure without prompts.
+    The score of a prompt is the mean over its scored completions. For pass@k, prompts with fewer
+    than k of these are left out; if no prompt remains, there is no pass@k.
     """
     completions = [completion for prompt in prompts for completion in prompt.completions]
     return SetResult(

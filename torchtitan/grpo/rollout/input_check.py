@@ -3,8 +3,9 @@
 
 """Opens everything that the rollout process would, without servers, and says what was found.
 
-A separate process finds what that process would find, and can be ended if it takes too long. Its
-argument is a private directory that contains `config.json` and receives `report.json`.
+It runs as a separate process, in the same circumstances as the rollout process, and can be killed if
+it takes too long. Its argument is a private directory that contains `config.json` and receives
+`report.json`.
 """
 
 import asyncio
@@ -35,7 +36,7 @@ PROGRESS_FILE = "progress.txt"
 
 
 class InputReport(msgspec.Struct):
-    """``lines`` tell what was opened, and ``error`` what the run would end with."""
+    """``lines`` say what was opened, and ``error`` is the error with which the run would end."""
 
     lines: list[str] = []
     warnings: list[str] = []
@@ -43,7 +44,7 @@ class InputReport(msgspec.Struct):
 
 
 async def check(config: RolloutProcessConfig, say: Callable[[str], object]) -> InputReport:
-    """Opens and closes the inputs of a run. ``say`` is told the progress of long checks."""
+    """Opens and closes the inputs of a run. ``say`` is called with the progress of long checks."""
     announced: list[str] = []
     session = RolloutSession(config, announced.append, say)
     try:

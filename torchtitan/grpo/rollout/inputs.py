@@ -39,10 +39,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class EnvironmentInputs:
-    """What is open of one environment; ``config`` is its whole configuration.
+    """The opened inputs of one environment; ``config`` is its whole configuration.
 
-    ``examples`` are the first prompts of each of its sets, at least one, and ``rewards`` what each
-    function gives the first of them with an empty completion.
+    ``examples`` are the first prompts of each of its sets, at least one per set. ``rewards`` are the
+    values of its reward functions for the first prompt of each set and an empty completion.
     """
 
     name: str
@@ -59,7 +59,7 @@ class EnvironmentInputs:
         return own_key(self.name, setting)
 
     def columns(self) -> dict[str, list[float]]:
-        """What reward functions get of an episode, for checks."""
+        """Example values of the columns that episodes add for reward functions, for checks."""
         return {"environment_reward": [0.0]} if self.config.has_episodes else {}
 
     async def start(self, drops: DropLog) -> None:
@@ -78,14 +78,13 @@ class EnvironmentInputs:
 class Inputs:
     """The inputs of a run, or of an evaluation without a run, and the workers that judge them.
 
-    ``say`` is told the progress of long checks of the prompts, and ``warn`` each finding that
-    the user should know about. :meth:`close` may be called at any time. In an evaluation,
+    ``say`` is called with the progress of long checks of the prompts, and ``warn`` with each finding
+    that the user should know about. :meth:`close` may be called at any time. In an evaluation,
     ``stream`` and ``pool`` are ``None``.
 
-    ``scores`` has what the function of each of the evaluation's sets gives an empty completion.
-    ``pool`` has the reward functions of all environments, and behind them each
-    ``rollout.should_accept``. The evaluation has workers of its own, because a slow function must
-    not keep rollouts waiting.
+    ``scores`` has the score of an empty completion for each set of the evaluation. ``pool`` has the
+    reward functions of all environments, followed by each ``rollout.should_accept``. The evaluation
+    has workers of its own, because a slow function must not keep rollouts waiting.
     """
 
     codec: TextCodec
@@ -210,7 +209,7 @@ class Inputs:
         return pool
 
     def _warn(self, warnings: Iterable[str]) -> None:
-        """Tells each warning once, though several environments may give rise to it."""
+        """Passes on each warning once, even if several environments cause it."""
         for warning in warnings:
             if warning not in self.warnings:
                 self._warn_user(warning)
@@ -218,7 +217,7 @@ class Inputs:
 
 
 def evaluation_functions(config: RolloutProcessConfig) -> list[str]:
-    """The reward functions of the evaluation, each once, in the order of its pool."""
+    """The evaluation's reward functions, without duplicates, in the order of its pool."""
     sets = evaluation_sets(config.evaluation).values()
     return list(dict.fromkeys(settings.function for settings in sets))
 
@@ -237,7 +236,7 @@ def open_prompts(
     pending: Sequence[int],
     say: Callable[[str], object] = logger.info,
 ) -> tuple[PromptStream, list[list[Prompt]]]:
-    """Opens the prompt stream, checks rows of each set, and returns its first prompts as well."""
+    """Opens the prompt stream and checks rows of each set. Also returns the first prompts of each set."""
     owns = environments_of(config)
     with ExitStack() as stack:
         sets = [stack.enter_context(closing(one)) for one in open_sets(config, codec)]

@@ -39,7 +39,7 @@ from torchtitan.grpo.types import CAUSES, Generation, Prompt, Rollout, separated
 
 
 class Unusable(Exception):
-    """The group is not trained on; ``cause`` says what to change if it happens to many groups."""
+    """The group is not trained on. ``cause`` says what to change if this happens to many groups."""
 
     def __init__(self, reason: CloseReason, detail: str, cause: Cause) -> None:
         super().__init__(detail)
@@ -60,8 +60,8 @@ class GroupJudge:
 
     A group needs two rewards for a group-relative advantage, and one for an advantage relative
     to the batch. Dynamic sampling drops a limited number of groups for each batch. Otherwise a
-    policy that solves every prompt, or none, would generate forever. ``num_equal_dropped`` counts
-    those of the whole run.
+    policy that solves every prompt, or none, would generate forever. ``num_equal_dropped`` is the
+    number of groups that it has dropped in the whole run.
     """
 
     def __init__(
@@ -91,8 +91,8 @@ class GroupJudge:
     ) -> list[Rollout]:
         """Returns the rollouts of the group to train on, each with a reward and a rating.
 
-        ``failures`` are those of its other episodes. ``collect`` gets all, scored or not. Raises Unusable,
-        and RewardError or TeachersFailing if the run must stop.
+        ``failures`` are those of the group's other episodes. ``collect`` is called with all rollouts,
+        scored or not. Raises Unusable, and RewardError or TeachersFailing if the run must stop.
         """
         generations = separated(generations)
         self._counts["all"] += len(generations) + len(failures)
@@ -142,7 +142,7 @@ class GroupJudge:
         return rollouts
 
     async def _judged(self, scorer: Scorer, prompt: Prompt, scored: list[Rollout]) -> list[Rollout]:
-        """Those that are accepted, of which some differ in their rewards, rated by the teachers."""
+        """Returns the accepted rollouts, rated by teachers. Raises Unusable if a filter drops the group."""
         try:
             accepted = await scorer.accepted(prompt, scored)
         except ScoringFailed as error:  # they have rewards, so none counts as unscored

@@ -3,13 +3,13 @@
 
 """Ends a run if none of many consecutive groups can be trained on.
 
-The number is :meth:`KeptGroups.bound`, by these rules:
+How many is :meth:`KeptGroups.bound`, by these rules:
 
 - Enough groups for several batches, and at least :data:`FEWEST_GROUPS`.
 - A run in which few groups are kept may go on: the bound is at least :data:`USUAL_GAPS` times
-  the number of groups that it took so far for one that is kept.
-- Groups count once all that started earlier have ended. Otherwise short completions that are
-  dropped would be counted while long ones that will be kept are being generated.
+  the mean number of groups so far for each one that was kept.
+- A group counts only once all groups that started earlier have ended. Otherwise short completions
+  that are dropped would be counted while long ones that will be kept are being generated.
 - Groups that dynamic sampling leaves out do not count: ``rollout.dynamic_sampling_limit`` limits them.
 """
 
@@ -23,7 +23,7 @@ USUAL_GAPS = 20
 
 @dataclass(frozen=True)
 class Cause:
-    """Why groups are not trained on: ``words`` follow their number, ``remedy`` is a sentence."""
+    """Why groups are not trained on. ``words`` follow a number of groups; ``remedy`` is a sentence."""
 
     words: str
     remedy: str
@@ -98,7 +98,7 @@ class KeptGroups:
         self._fates.clear()
 
     def drop(self, group_id: int, cause: Cause) -> None:
-        """Raises :class:`NothingKept` if it is time."""
+        """Records a group that is not trained on. Raises :class:`NothingKept` once the bound is reached."""
         number = self._running.pop(group_id, self._num_started)
         self._num_ended += 1
         self._fates[cause] += 1

@@ -7,8 +7,8 @@
           b     e               [    learned         ] b
 
 A rendering with marks tells where the texts of the other messages begin (b) and end (e). A turn begins
-where the prompt would end that opens it, and ends with the last token before the next b that ends a
-turn. It need not be what the model wrote then: templates leave out the thinking of earlier turns.
+where the prompt that opens it would end. It ends with the last end-of-turn token before the next b.
+It need not equal what the model once wrote: templates leave out the thinking of earlier turns.
 """
 
 import re
@@ -25,7 +25,7 @@ THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 
 
 class Turns(NamedTuple):
-    """``is_learned`` holds for the tokens of turns; ``left_out`` says what these do not have."""
+    """``is_learned`` marks the tokens of turns; ``left_out`` names what the template omits from turns."""
 
     token_ids: list[int]
     is_learned: list[bool]
@@ -73,7 +73,7 @@ class TurnFinder:
         return Turns(ids, is_learned, left_out)
 
     def _opening(self, messages: Messages, tools: Messages) -> str:
-        """What a prompt has behind the text of its last message; alike for messages of one role."""
+        """What a prompt has after the text of its last message; the same for all messages of a role."""
         *before, last = messages
         if last["role"] not in self._openings:
             stripped = [*before, last | {"content": _core(last)[1]}]
@@ -82,7 +82,7 @@ class TurnFinder:
         return self._openings[last["role"]]
 
     def _num_opened(self, text: str, opening: str) -> int:
-        """Returns how much of the opening begins the text, in whole words: <think> is not in <tool>."""
+        """Returns how many characters of the opening begin the text, in whole words and special tokens."""
         number = _num_shared(text, opening)
         if number == len(opening):
             return number
@@ -94,7 +94,7 @@ class TurnFinder:
     ) -> tuple[str, dict[str, int]]:
         """Returns the text, and the places in it where messages begin (such as "2b") and end ("2e").
 
-        What the assistant says may begin with thinking, and may end before its calls.
+        The assistant's messages have no begin, as thinking may precede the text, and with calls no end.
         """
         marked = [_marked(message, number) for number, message in enumerate(messages)]
         text = self._codec.template.render(marked, opens_turn=opens_turn, tools=tools)
@@ -104,13 +104,13 @@ class TurnFinder:
 
 
 def _num_shared(text: str, other: str) -> int:
-    """Returns how many characters begin both texts."""
+    """Returns the length of the longest common prefix."""
     pairs = zip(text, other, strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _runs(messages: Messages, first: int) -> Iterator[tuple[int, int]]:
-    """Yields begin and end of the assistant's messages that follow each other and another one."""
+    """Yields begin and end of each run of the assistant's messages that follows another message."""
     for role, run in groupby(range(len(messages)), lambda i: messages[i]["role"]):
         numbers = [number for number in run if number >= max(first, 1)]
         are_on = all(messages[i].get(key, 1) for i in numbers for key in _SWITCHES)

@@ -56,13 +56,14 @@ class RolloutLink:
     """Starts the rollout process, exchanges messages with it, and ends it.
 
     All methods belong to one thread, except :meth:`notify_version`, :meth:`notify_lost`,
-    :meth:`notify_asleep` and :meth:`reread_urls`. All but the last and :meth:`close` raise :class:`RolloutFailed` after the
-    process has ended. A wait ends with ``None`` if ``should_stop``, which is called at least every
-    0.1 s, returns true. ``announce`` is called with sentences that the user should read now.
+    :meth:`notify_asleep` and :meth:`reread_urls`. After the process has ended, all methods but
+    :meth:`reread_urls` and :meth:`close` raise :class:`RolloutFailed`. A wait ends with ``None`` if
+    ``should_stop``, which is called at least every 0.1 s, returns true. ``announce`` is called with
+    sentences that the user should read now.
 
     ``watch``, for any thread, exists once the process is started. ``fetch_endpoint`` is where ranks
     fetch rollouts, or ``None`` if rank 0 receives all. ``warnings`` are those of the first start. ``show``
-    is called with a line on what is waited for, and with how many completions are done of how many.
+    is called with a line on what is waited for, and the numbers of completions finished and wanted.
     """
 
     watch: ServerWatch
@@ -102,16 +103,16 @@ class RolloutLink:
 
     @property
     def dropped(self) -> Counter[str]:
-        """Numbers of what was dropped in the run so far, by kind; see :mod:`.drops`."""
+        """How many of each kind were dropped in the run so far; see :mod:`.drops`."""
         return self._dropped_before + self._dropped
 
     @property
     def stuck_seconds(self) -> float:
-        """Time that the process has waited without a server that takes work; 0 if one does."""
+        """How long the process has had no server that takes work; 0 if it has one."""
         return 0.0 if self._stuck_since is None else time.monotonic() - self._stuck_since
 
     def start(self) -> None:
-        """The calling thread must live as long as the run."""
+        """Starts the process. The calling thread must live as long as the run."""
         assert self._child is None, "the rollout process must be started only once"
         self._launch()
         self.watch = ServerWatch(self._connect(zmq.PULL, link_messages.SERVERS_SOCKET))
@@ -220,7 +221,7 @@ class RolloutLink:
         self._send(self._awaited)
 
     def renew_evaluation(self) -> None:
-        """Requests the evaluation again that a process was killed in, if there is one."""
+        """Requests the evaluation again that was running when the process was killed, if there is one."""
         if self._awaited is not None:
             self._send(self._awaited)
 
@@ -261,8 +262,8 @@ class RolloutLink:
     def wait_saved(self, version: int, timeout_seconds: float) -> int | None:
         """Waits until rollouts are written, and returns their number.
 
-        It is ``None`` after the timeout, if the process could not write them, and if it was
-        restarted. If they were requested twice for one version, the second answer counts.
+        Returns ``None`` after the timeout, if the process could not write them, and if the process
+        was restarted. If they were requested twice for one version, the second answer counts.
         """
         deadline = time.monotonic() + timeout_seconds
         while self._saves_under_way[version] > 0:
@@ -358,7 +359,7 @@ class RolloutLink:
     ) -> tuple[_Answer, list[bytes]] | None:
         """Returns the next answer of ``kind`` with its frames; ``None`` if the wait was stopped.
 
-        ``meanwhile`` is called again and again.
+        ``meanwhile`` is called repeatedly during the wait.
         """
         began = time.monotonic()
         reminders = Reminders()

@@ -32,7 +32,7 @@ class Evaluate(msgspec.Struct, tag=True):
 
 
 class Save(msgspec.Struct, tag=True):
-    """Rollouts must be saved beside the checkpoint of ``version``; those of ``kept`` still exist."""
+    """Requests to save rollouts for checkpoint ``version``. ``kept`` are checkpoints that still exist."""
 
     version: int
     kept: list[int]
@@ -61,7 +61,7 @@ class ServerAsleep(msgspec.Struct, tag=True):
 
 
 class RereadUrls(msgspec.Struct, tag=True):
-    """``inference.urls_file`` must be read now."""
+    """Requests that ``inference.urls_file`` is read now."""
 
 
 class DevicesFree(msgspec.Struct, tag=True):
@@ -83,9 +83,9 @@ class Fatal(msgspec.Struct, tag=True):
 
 
 class Progress(msgspec.Struct, tag=True):
-    """What a batch or evaluation waits for. ``is_stuck``: no server is ready, so nothing happens.
+    """What a batch or evaluation waits for. ``is_stuck`` if no server is ready, so nothing happens.
 
-    ``line``, for users, says how far it is: ``done`` of ``wanted`` completions.
+    ``line`` tells users how far it is; ``done`` of ``wanted`` completions are finished.
     """
 
     message: str
@@ -96,9 +96,9 @@ class Progress(msgspec.Struct, tag=True):
 
 
 class DevicesWanted(msgspec.Struct, tag=True):
-    """Lent servers could serve while rank 0 waits for the batch of ``version``.
+    """Asks for the devices of lent servers while rank 0 waits for the batch of ``version``.
 
-    Nothing of that batch has been sent yet. It is answered with :class:`DevicesFree`.
+    Nothing of that batch has been sent yet. The answer is :class:`DevicesFree`.
     """
 
     version: int
@@ -110,7 +110,7 @@ class Announcement(msgspec.Struct, tag=True):
 
 
 class Dropped(msgspec.Struct, tag=True):
-    """Numbers of what this process has dropped so far, by kind; see :mod:`.drops`."""
+    """How many of each kind this process has dropped so far; see :mod:`.drops`."""
 
     counts: dict[str, int]
 
@@ -128,7 +128,7 @@ class EvaluationDone(msgspec.Struct, tag=True):
 
 
 class Batch(msgspec.Struct, tag=True):
-    """Answer to :class:`NextBatch`, followed by the arrays of ``groups``, a packed header.
+    """Answer to :class:`NextBatch`. ``groups`` is a packed header, whose arrays follow in a second frame.
 
     ``progress``, ``closed``, ``metrics`` and ``rows`` are valid only in the part that ends a batch.
     """

@@ -85,8 +85,8 @@ class LengthRanker:
     learned from, and every predicted deviation from the mean is multiplied by the part of the
     variance that recent predictions explained.
 
-    ``first_guess`` tokens are predicted before the first group. The former lengths of
-    ``max_prompts`` prompts are kept, of those seen last, in about 160 bytes each.
+    Before the first group, the prediction is ``first_guess`` tokens. Former lengths are kept for the
+    ``max_prompts`` prompts seen last, in about 160 bytes each.
     """
 
     def __init__(self, first_guess: float, max_prompts: int = 100_000) -> None:

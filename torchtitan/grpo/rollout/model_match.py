@@ -17,7 +17,7 @@ from torchtitan.grpo.rollout.tokenizer import TextCodec
 def model_warnings(
     codec: TextCodec, config: RolloutProcessConfig, *, is_chat: bool
 ) -> Iterator[str]:
-    """Raises ``ValueError`` if chat prompts (``is_chat``) cannot be rendered."""
+    """Yields warnings. Raises ``ValueError`` if chat prompts (``is_chat``) cannot be rendered."""
     yield from _vocabulary_warnings(codec, config)
     yield from prompt_notes(codec, is_chat=is_chat)
     if is_chat and config.rollout.environment is not None:
@@ -35,7 +35,7 @@ def model_warnings(
 
 
 def prompt_notes(codec: TextCodec, *, is_chat: bool) -> Iterator[str]:
-    """Yields what a reader of the prompts would not expect. One must have been tokenized before."""
+    """Yields what may surprise the author of the prompts. A prompt must have been tokenized before."""
     if not is_chat:
         if left_out := codec.left_out():
             yield (

@@ -59,7 +59,7 @@ _Found = TypeVar("_Found")
 class Announcer(logging.Handler):
     """A queue of sentences that rank 0 tells the user. It belongs to the event loop that made it.
 
-    Errors that other modules log are among them, but not those with a traceback, which end the run.
+    Errors that other modules log are queued as well, except those with a traceback, which end the run.
     """
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class Announcer(logging.Handler):
         self._queue(text)
 
     def say(self, text: str) -> None:
-        """The same with what is no warning, such as progress."""
+        """Like :meth:`announce`, for what is no warning, such as progress."""
         logger.info("%s", text)
         self._queue(text, is_warning=False)
 
@@ -129,7 +129,7 @@ class RolloutProcess:
         self._stop.set()
 
     def stop_with_parent(self) -> None:
-        """Stops generating now, and shuts down when rank 0 says so, or ends, or has had its time."""
+        """Stops generating now. Shuts down when rank 0 says so or ends, or after a time limit."""
         if os.getppid() != self._parent or not self._generating:
             self.stop()
             return
@@ -345,7 +345,7 @@ async def result_of(
     dispatcher: Dispatcher,
     send: Callable[[link_messages.Progress], Awaitable[None]],
 ) -> _Found:
-    """Tells what the result waits for until it is there; a timeout of rank 0 names it, too."""
+    """Reports to rank 0 what the result waits for until it is there. Rank 0's timeout error names it."""
     waiting = asyncio.ensure_future(work)
     begun, (*_, num_before) = time.monotonic(), source.progress()
     try:

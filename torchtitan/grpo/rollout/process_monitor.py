@@ -23,7 +23,7 @@ _WINDOW_SECONDS = 60.0
 
 
 class RolloutMonitor:
-    """Serves ``/healthz`` and ``/metrics``, and writes where they are. A run goes on without it."""
+    """Serves ``/healthz`` and ``/metrics``, and writes its address to a file. A run goes on without it."""
 
     def __init__(self, config: RolloutProcessConfig, announce: Callable[[str], None]) -> None:
         self._config, self._announce = config, announce
@@ -44,7 +44,7 @@ class RolloutMonitor:
             self._site = site
 
     def tell_servers(self, servers: Sequence[ServerInfo]) -> None:
-        """Writes their addresses, at which they serve ``/metrics`` themselves."""
+        """Writes the addresses of inference servers, which serve ``/metrics`` themselves, to a file."""
         if self._site is None:
             return
         parts = [urlsplit(server.url) for server in servers]
@@ -62,8 +62,8 @@ class RolloutMonitor:
 class ProcessHealth:
     """Follows whether the process makes progress.
 
-    It is stuck if it has not become ready, has had no server that takes work, or has finished
-    no completion for a batch that rank 0 waits for, each for longer than ``stuck_seconds``.
+    The process is stuck if, for longer than ``stuck_seconds``, it has not become ready, has had no
+    server that takes work, or has finished no completion for a batch that rank 0 waits for.
     Starting counts as stuck only after ``startup_seconds``, the time that servers may take.
     """
 
@@ -84,7 +84,7 @@ class ProcessHealth:
         self._had_server = self._progressed = self._clock()
 
     def note(self) -> None:
-        """Compares with the last call. It must be called about once a second."""
+        """Notes progress since the last call. It must be called about once a second."""
         if self._session is None:
             return
         dispatcher, now = self._session.dispatcher, self._clock()
@@ -148,7 +148,7 @@ class LoopLag:
 
     A task sleeps for a short interval and records how late it wakes up. A blocked loop wakes it
     once, although many events would have waited meanwhile, so the measurements that were missed
-    are added, each one interval shorter than the other::
+    are added, each one interval shorter than the one before::
 
         interval 10 ms, woken 35 ms late  ->  35, 25, 15, 5 ms
 

@@ -40,9 +40,9 @@ _RETRY_SECONDS = 0.2
 class Producer:
     """Starts groups, follows each one until it has rewards, and delivers batches.
 
-    The ledger must start at the position of ``prompts``, which must not return the groups
-    ``saved`` again. ``writers`` are those of the environments, by their names. ``finished`` groups
-    wait for their batch.
+    The ledger must start at the position of ``prompts``. ``prompts`` must not return the groups in
+    ``saved`` again. ``writers`` has a writer for each environment's name. ``finished`` groups wait for
+    their batch.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Producer:
             self._restore(saved)
 
     def _restore(self, saved: SavedRollouts) -> None:
-        """Opens the restored groups first, because the staleness bound already counts them."""
+        """Opens the restored groups before any new one: the staleness bound already counts them."""
         for group in saved.finished:
             oldest = min(rollout.oldest_version for rollout in group.rollouts)
             self._ledger.issue(group.group_id)
@@ -108,14 +108,14 @@ class Producer:
 
     @property
     def generating(self) -> set[int]:
-        """The open groups that have completions to be generated."""
+        """The open groups that still need completions."""
         running = (i for i, group in self._running.items() if group.task is not None)
         return {*running, *self._unfinished}
 
     def save(self, version: int) -> SavedRollouts:
         """Returns everything that is not trained on, for the checkpoint of ``version``.
 
-        If the trainer was stopped before it trained on what was delivered, this is part of it.
+        This includes a delivered batch if the trainer was stopped before it trained on it.
         """
         unfinished = dict(self._unfinished)  # restored groups that have not continued yet
         for group_id, running in self._running.items():
@@ -150,7 +150,7 @@ class Producer:
                 self._start_group(prompt, server, groups)
 
     async def _continue_unfinished(self, groups: asyncio.TaskGroup) -> None:
-        """First of all: a new group may wait for a batch, and the batch for restored groups."""
+        """Continues restored groups before any new one, which may wait for a batch that waits for them."""
         starts = {i: self._admission.start_version(i) for i in self._unfinished}
         for group_id in sorted(starts, key=lambda i: (starts[i], i)):
             prompt = await asyncio.to_thread(self._prompts.prompt_at, group_id)
@@ -160,7 +160,7 @@ class Producer:
             self._group_done.set()  # an overdue group can be relieved once it runs
 
     async def batch(self, version: int) -> RolloutBatch:
-        """Waits for the groups, or one part, that turn ``version`` into ``version + 1``."""
+        """Waits for the batch, or its next part, that turns ``version`` into ``version + 1``."""
         if version != self._admission.next_batch:
             raise RuntimeError(
                 f"The trainer asked for the batch of version {version}, but the next batch of the "
@@ -217,11 +217,11 @@ class Producer:
             await self._group_done.wait()
 
     def _awaited(self) -> list[RunningGroup]:
-        """The groups that run and that the next batch waits for: those that were started first."""
+        """The running groups that the next batch waits for, taken to be those that were started first."""
         return list(itertools.islice(self._running.values(), self._admission.num_missing))
 
     def progress(self) -> tuple[int, int, int]:
-        """Completions that the next batch has, and those that it takes; and all tokens of the run."""
+        """The numbers of completions that the next batch has and needs, and of all tokens of the run."""
         wanted = self._admission.groups_per_batch * self._group_size
         num_missing = self._admission.num_missing
         done = wanted - num_missing * self._group_size
@@ -261,9 +261,9 @@ class Producer:
     def _note_shares(self) -> None:
         """Records whether the servers are idle, and who waits for whom.
 
-        The trainer holds back a new group while it is busy and a server has room, but not the
-        staleness bound or the buffer. It waits for rewards once all that it waits for is written,
-        and for episodes while environments and agents have all completions in flight.
+        A busy trainer holds back a new group if servers have room, but the staleness bound or the
+        buffer has none. A waiting trainer waits for rewards if all awaited groups are generated, and
+        for episodes if all completions in flight are with environments and agents.
         """
         in_flight, servers = self._dispatcher.in_flight, self._dispatcher.servers.values()
         versions = [s.version for s in servers if s.version is not None and s.is_ready()]
@@ -387,7 +387,7 @@ class Producer:
         )
 
     def count_prompts(self) -> None:
-        """Counts prompts that were left out, which may happen in a long row."""
+        """Counts the prompts that the stream has left out since the last call, perhaps many."""
         for skipped in self._prompts.take_skipped():
             self._skipped[skipped.index] = skipped.reason
             self._drops.record(skipped.reason, skipped.detail, source=skipped.path)

@@ -13,8 +13,9 @@ from torchtitan.grpo.types import BatchPart, FinishReason, PromptProgress, Rollo
 class RolloutBatch:
     """The ``grpo.prompts_per_step`` groups of one step, or with ``rollout.stream`` one part of them.
 
-    ``progress``, at which a run resumes after this batch, ``closed``, the prompts closed since
-    the previous batch with their ``rows``, and ``metrics`` are valid only in the part that ends it.
+    ``progress`` is where a run resumes after this batch. ``closed`` are the prompts closed since the
+    previous batch, and ``rows`` says where their rows are. These three and ``metrics`` are valid only
+    in the part that ends a batch.
 
     The groups are ordered by ``group_id``, and every rollout has a reward. The arrays are read-only,
     and zeros if the ranks fetch their rollouts themselves (``prompts.single_rank_load = false``).
@@ -30,7 +31,7 @@ class RolloutBatch:
 
 @dataclass(frozen=True)
 class EvaluatedCompletion:
-    """``num_tokens`` includes observations of an environment; versions are those of its tokens."""
+    """``num_tokens`` includes observations of an environment; the versions are those of the tokens."""
 
     text: str
     score: float

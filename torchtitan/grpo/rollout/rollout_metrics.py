@@ -15,7 +15,7 @@ _TOKENS = "rollout/tokens_per_second"
 
 
 class RolloutMetrics:
-    """``file_names`` are short names of the files of prompts; none if there is one file."""
+    """``file_names`` are short names of the prompt files; empty if there is only one file."""
 
     def __init__(self, file_names: Sequence[str] = ()) -> None:
         self._no_groups = {f"rollout/file/{name}/fraction": 0.0 for name in file_names}
@@ -25,7 +25,7 @@ class RolloutMetrics:
     def of_batch(
         self, groups: Sequence[RolloutGroup], num_tokens: int, counts: Mapping[str, int]
     ) -> dict[str, float]:
-        """``num_tokens`` and ``counts`` are of the whole run, and metrics those since the last batch."""
+        """Returns metrics since the last batch. ``num_tokens`` and ``counts`` are of the whole run."""
         now, totals = time.monotonic(), Counter({**counts, _TOKENS: num_tokens})
         elapsed = max(now - self._last_time, 1e-9)
         new = {name: float(total - self._last[name]) for name, total in totals.items()}

@@ -38,7 +38,7 @@ FOLDER = "rollouts"
 
 @dataclass(frozen=True)
 class UnfinishedGroup:
-    """A group, admitted with ``start_version``, with whole completions and ``begun`` ones."""
+    """A group that started under ``start_version``. ``begun`` are parts of unfinished completions."""
 
     group_id: int
     start_version: int
@@ -50,7 +50,7 @@ class UnfinishedGroup:
 class SavedRollouts:
     """Everything that a rollout process holds between two batches.
 
-    ``version`` batches were trained on, and ``closed`` are the prompts closed since the last.
+    ``version`` batches were trained on, and ``closed`` are the prompts closed since the last of them.
     """
 
     version: int
@@ -124,9 +124,9 @@ def remove_others(dump_folder: str, kept_steps: Sequence[int]) -> None:
 def check_saved(
     saved: SavedRollouts, progress: PromptProgress, *, vocab_size: int, row_len: int
 ) -> None:
-    """Raises :class:`SavedRolloutsError` for rollouts that cannot be those of a run.
+    """Raises :class:`SavedRolloutsError` if the rollouts cannot belong to the run.
 
-    The checkpoint's ``progress`` may be older than the file's.
+    ``progress`` is that of the checkpoint, which may be older than that of the file.
     """
     for problem in (_ledger_problem(saved, progress), *_problems(saved, vocab_size, row_len)):
         if problem is not None:

@@ -22,8 +22,8 @@ _MAX_CHARACTERS = 2000
 class Scorer:
     """Decodes and scores the completions of one prompt at a time.
 
-    ``functions`` and ``acceptor``, which is ``rollout.should_accept``, are among those of ``pool``.
-    No ``weights`` stand for ones. ``names`` are those of components, by function.
+    ``functions`` and ``acceptor`` (``rollout.should_accept``) must be among the functions of ``pool``.
+    If ``weights`` is empty, all are 1. ``names`` maps functions to the names of reward components.
     """
 
     unscorable_value: float | None = None
@@ -59,8 +59,8 @@ class Scorer:
     async def score(self, prompt: Prompt, generations: Sequence[Generation]) -> list[Rollout]:
         """Returns one rollout per generation.
 
-        Its reward is ``None`` if a function with a weight gave ``None`` for it. A function of the user's
-        that gives ``None`` for all of several does not apply to the prompt, and is not in their sums.
+        A rollout's reward is ``None`` if a function with a weight gave ``None`` for it. A user's function
+        that gives ``None`` for all of several rollouts does not apply to the prompt, and is left out.
         Without reward functions, in a run that learns only from a teacher, each reward is 0.
         Raises :class:`ScoringFailed`, and :class:`RewardError` if the run must stop.
         """
@@ -73,18 +73,18 @@ class Scorer:
         return self._rollouts(prompt, generations, texts, scored)
 
     async def unscorable(self, prompt: Prompt, written: Sequence[Generation]) -> list[Rollout]:
-        """Returns what the policy wrote in episodes that failed because of it, without a call."""
+        """Returns rollouts of episodes that the policy made fail, without calling reward functions."""
         texts = await decode_all(self._codec, [read_ids(one) for one in written])
         nothing = Scored([], {}, {}, unscorable=list(range(len(written))))
         return self._rollouts(prompt, written, texts, nothing)
 
     def silent(self, rollouts: Sequence[Rollout]) -> str:
-        """The functions that gave no number to some of the rollouts without a reward."""
+        """Names the functions that gave no number for some of the rollouts without a reward."""
         given = [rollout.reward_components for rollout in rollouts if rollout.reward is None]
         return ", ".join(name for name in self._names if any(name not in of for of in given))
 
     async def accepted(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """The rollouts that ``rollout.should_accept`` keeps, or all. Raises as :meth:`score`."""
+        """The rollouts that ``rollout.should_accept`` keeps, by default all. Raises as :meth:`score`."""
         if self._acceptor is None:
             return list(rollouts)
         texts = [rollout.completion for rollout in rollouts]
@@ -123,7 +123,7 @@ class Scorer:
         return rollouts
 
     def _applies(self, function: str, values: Sequence[float | None]) -> bool:
-        """A single ``None`` does not tell a prompt of another task from a failure."""
+        """Whether a function applies to the prompt. A single ``None`` may be a failure and proves nothing."""
         applies = len(values) < 2 or any(value is not None for value in values)
         if not applies and function not in self._told:
             self._told.add(function)
@@ -135,7 +135,7 @@ class Scorer:
 
 
 def read_ids(generation: Generation) -> list[int]:
-    """Returns the tokens that reward functions get: each turn once, though contexts repeat it."""
+    """Returns the tokens that reward functions get: each turn once, though later contexts repeat it."""
     return without_contexts(generation.token_ids, generation.new_rows).tolist()
 
 
@@ -150,7 +150,7 @@ def environment_columns(generations: Sequence[Generation]) -> dict[str, list[flo
 
 
 def weighted_sum(values: Sequence[float | None], weights: Sequence[float]) -> float | None:
-    """Returns ``None`` if a value with a weight is missing, or all are."""
+    """Returns ``None`` if all values are missing, or one with a nonzero weight is."""
     terms = [w * v for v, w in zip(values, weights, strict=True) if v is not None]
     is_whole = all(v is not None or w == 0 for v, w in zip(values, weights, strict=True))
     return sum(terms) if terms and is_whole else None
@@ -164,7 +164,7 @@ def prompt_text(prompt: Prompt) -> str:
 
 
 def brief_columns(columns: Mapping[str, Any]) -> dict[str, Any]:
-    """Cuts long values, such as whole files or test suites, and what is no plain data, for logs."""
+    """Shortens values for logs: cuts long ones, such as whole files, and shows other objects as text."""
     return {name: _brief(value) for name, value in columns.items()}
 
 

@@ -59,8 +59,8 @@ _LOOK_SECONDS = 1.0
 class _Session:
     """Owns servers, inputs and the workers that judge them.
 
-    ``announce`` is called with sentences that the user should read now; for the others see
-    `Inputs`. :meth:`close` may be called at any time.
+    ``announce`` is called with sentences that the user should read now. ``say`` and ``warn`` are as
+    in `Inputs`. :meth:`close` may be called at any time.
     """
 
     dispatcher: Dispatcher
@@ -219,7 +219,7 @@ def _read_saved(
 def make_writer(
     one: EnvironmentInputs, codec: TextCodec, places: Places, sampling: Sampling
 ) -> CompletionWriter:
-    """Its completions also stop at the ends of an environment's turns."""
+    """Makes the writer of completions, which also stop at the stop strings of an environment."""
     config, players = one.config, one.players
     ends = [*config.eos_token_ids, *config.rollout.stop_token_ids]
     sampling = replace(sampling, unknown_ids=codec.unknown_ids(config.vocab_size, ends))
@@ -269,7 +269,7 @@ def make_teacher_pool(
     drops: DropLog,
     say: Callable[[str], object],
 ) -> TeacherPool:
-    """Makes the teachers of ``[teacher]``, which are not asked for anything yet."""
+    """Makes the pool of the teachers of ``[teacher]``, without a request to them yet."""
     settings = config.teacher
     if settings.top_k > config.vocab_size:
         raise ValueError(
@@ -302,7 +302,7 @@ def make_teacher_pool(
 
 
 class EvaluationSession(_Session):
-    """One evaluation without a run, which would report the same figures for the same weights."""
+    """One evaluation without a run. A run would report the same figures for the same weights."""
 
     def __init__(self, config: RolloutProcessConfig, announce: Callable[[str], None]) -> None:
         super().__init__(config, announce, announce, announce)
@@ -311,9 +311,10 @@ class EvaluationSession(_Session):
         await self._open(self.inputs.open_evaluation())
 
     async def evaluate(self) -> EvaluationResult:
-        """Evaluates what the servers serve; a TimeoutError after ``evaluation.timeout_seconds``.
+        """Evaluates the weights that the servers serve.
 
-        Raises ``RuntimeError`` if no completion of a set received a score.
+        Raises ``TimeoutError`` after ``evaluation.timeout_seconds``, and ``RuntimeError`` if no
+        completion of a set received a score.
         """
         evaluator = self.evaluator
         assert evaluator is not None, "open() comes first"

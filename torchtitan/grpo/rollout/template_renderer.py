@@ -3,7 +3,7 @@
 
 """The process that renders chat templates for its owner, `chat_template.py`.
 
-It receives requests as pickled dicts, and answers in JSON. It has transformers without torch, which
+It receives requests as pickled dicts, and answers in JSON. It imports transformers without torch, which
 saves seconds.
 """
 
@@ -28,7 +28,7 @@ _tokenizers: dict[int, Any] = {}
 
 @contextlib.contextmanager
 def _limited(cpu_seconds: float, memory_bytes: int) -> Iterator[None]:
-    """Ends this process at a processor time; allocations beyond the memory raise MemoryError."""
+    """Ends this process after ``cpu_seconds`` of processor time; beyond the memory, MemoryError is raised."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     size = Path("/proc/self/statm")
     if size.exists():
@@ -67,9 +67,9 @@ def _render(tokenizer: Any, request: dict[str, Any]) -> str:
 
 
 def answer(request: dict[str, Any]) -> dict[str, str | None]:
-    """Returns ``text``, ``error``, or the ``limit`` that was reached.
+    """Returns a dict with ``text``, ``error``, or the ``limit`` that was reached.
 
-    Without messages, the text is the template itself, or ``None``.
+    Without messages, the text is the template itself, or ``None`` if there is none.
     """
     try:
         tokenizer = _tokenizer(request["number"], request["path"])

@@ -46,9 +46,9 @@ class TextCodec:
     """Encodes prompts and decodes completions with the tokenizer of ``hf_assets_path``.
 
     ``eos_token_ids`` are removed from the end of a completion before decoding. ``prompt_end`` is
-    the token at the end of chat prompts if it ends a completion, and empty if it does not.
-    ``special_tokens`` is ``prompts.special_tokens``. ``unread`` collects what became unknown
-    tokens.
+    the last token of chat prompts if it is one of ``eos_token_ids``, and empty if it is not.
+    ``special_tokens`` is ``prompts.special_tokens``. ``unread`` collects pieces of text for which
+    the tokenizer has only its unknown token.
     """
 
     def __init__(
@@ -95,8 +95,8 @@ class TextCodec:
     def encode(self, text: str) -> list[int]:
         """Returns the token IDs of a plain prompt, including the beginning of sequence if any.
 
-        Special tokens that the tokenizer puts before a text are kept, unless it begins with them.
-        Those after it are not: nothing would follow an end of sequence.
+        Special tokens that the tokenizer puts before a text are kept, unless the text already begins
+        with them. Those that it puts after a text are left out: nothing follows an end of sequence.
         """
         (before, _), own = self._around, self.encode_continuation(text)
         return own if own[: len(before)] == before else before + own
@@ -120,17 +120,17 @@ class TextCodec:
 
     @functools.cached_property
     def settings(self) -> dict[str, Any]:
-        """What tokenizer_config.json says."""
+        """The content of tokenizer_config.json."""
         file = self._path / "tokenizer_config.json"
         return json.loads(file.read_bytes()) if file.is_file() else {}
 
     def special_text(self, name: str) -> str | None:
-        """The spelling of a token that has a name, such as ``eos_token``."""
+        """The spelling of a token that the settings name, such as ``eos_token``."""
         token = self.settings.get(name)
         return token.get("content") if isinstance(token, dict) else token
 
     def left_out(self) -> list[str]:
-        """The special tokens after a text that :meth:`encode` leaves out."""
+        """The special tokens that the tokenizer puts after a text and :meth:`encode` leaves out."""
         return [self.token_text(token) or str(token) for token in self._around[1]]
 
     def encode_continuation(self, text: str) -> list[int]:
@@ -141,7 +141,7 @@ class TextCodec:
         return self.encode_to(text, ())[0]
 
     def encode_to(self, text: str, places: Sequence[int]) -> tuple[list[int], list[int]]:
-        """As :meth:`encode_continuation`, with the number of tokens that end at or before each place."""
+        """Like :meth:`encode_continuation`; also counts the tokens that end at or before each place."""
         tokenizer, known, read = self._tokenizer, {}, lambda part: part
         if PLAIN in text:
             (tokenizer, known), read = self._apart, self._written
@@ -168,7 +168,7 @@ class TextCodec:
 
     @functools.cached_property
     def special(self) -> re.Pattern[str]:
-        """Finds special tokens in text, the longest first."""
+        """Matches special tokens in text, the longest first."""
         added = self._tokenizer.get_added_tokens_decoder().values()
         names = [t.content for t in added if t.special or _MARK.fullmatch(t.content)]
         names = sorted(filter(None, names), key=len, reverse=True)
@@ -180,7 +180,7 @@ class TextCodec:
 
     @functools.cached_property
     def _apart(self) -> tuple[Tokenizer, dict[int | None, int]]:
-        """Reads special tokens behind a mark alone, with the id of each by that in this tokenizer."""
+        """A copy of the tokenizer that reads special tokens only after a mark, and maps its ids to ours."""
         apart = Tokenizer.from_str(self._tokenizer.to_str())
         apart.encode_special_tokens = True
         found, marked = {}, []
@@ -198,9 +198,9 @@ class TextCodec:
     def _check_length(self, text: str) -> None:
         """Raises TextTooLong once the pieces of a text have too many tokens.
 
-        A tokenizer takes hundreds of bytes for each character, so the whole is not tried. A limit
-        of characters would not do: one token may be a long run of blanks. A cut gives at most as many
-        additional tokens as the token that it divides has characters, which are left out.
+        A tokenizer takes hundreds of bytes for each character, so the whole text is not tokenized. A
+        limit of characters would not do: one token may be a long run of blanks. A cut within a token
+        adds at most as many tokens as that token has characters, so the longest's are not counted.
         """
         most = self._most_tokens
         if most is None or len(text) <= max(4 * most, _PIECE_CHARS):
@@ -247,11 +247,10 @@ class TextCodec:
         *,
         tools: Sequence[dict[str, Any]] = (),
     ) -> str:
-        """The text of messages behind an assistant's turn, and of the next turn's start.
+        """The text of the messages that follow an assistant's turn, and of the next turn's start.
 
-        It is what the chat template writes after the assistant's message of an artificial
-        conversation, without the end-of-turn token if the model has generated it. To render the
-        real one each time would cost the square of its length.
+        It is taken from a short artificial conversation: to render the real one at each turn would
+        cost the square of its length. The end-of-turn token is left out if the model generated it.
         """
         before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _TURN}]
         _, reply = self._around_turn([*before, *messages], tools=tools)
@@ -263,7 +262,7 @@ class TextCodec:
     def unfinished_text(
         self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()
     ) -> str:
-        """The text of a conversation whose last message, the assistant's, is to be continued."""
+        """The text of a conversation up to the end of its last message, which the model continues."""
         *before, last = messages
         opened = {**last, "content": (last.get("content") or "") + _TURN}
         return self._around_turn([*before, opened], opens_turn=False, tools=tools)[0]
@@ -289,7 +288,7 @@ class TextCodec:
         return ids[0] if len(ids) == 1 else None
 
     def vocabulary(self) -> dict[str, int]:
-        """The id of each token by its spelling, added tokens included."""
+        """Maps the spelling of each token to its id, added tokens included."""
         return self._tokenizer.get_vocab(with_added_tokens=True)
 
     @property
@@ -297,7 +296,7 @@ class TextCodec:
         return max(self.vocabulary().values(), default=-1)
 
     def unknown_ids(self, vocab_size: int, known: Sequence[int]) -> tuple[int, ...]:
-        """Returns the ids that are neither tokens nor ``known``; models pad their vocabulary."""
+        """Returns the model's ids that are neither tokens nor ``known``, as models pad their vocabulary."""
         ids = {*self.vocabulary().values(), *known}
         return tuple(token for token in range(vocab_size) if token not in ids)
 
@@ -324,7 +323,7 @@ class TextCodec:
         return ChatTemplate(self._path, self._chat_kwargs, self._date, special)
 
     def decode(self, completion_ids: Sequence[int], kept: Collection[str] = ()) -> str:
-        """The text of a completion, without end of sequence and special tokens, but with ``kept``."""
+        """The text of a completion without end of sequence and special tokens, except those ``kept``."""
         ids = list(completion_ids)
         if ids and ids[-1] in self._eos:
             ids.pop()
@@ -348,7 +347,7 @@ class TextCodec:
         return text.encode()
 
     def excerpt(self, token_ids: Sequence[int]) -> str:
-        """Returns the text of tokens as Python writes it, without the middle of a long one."""
+        """Returns the text of tokens as a Python literal; the middle of a long text is left out."""
         text = repr(self.decode_exactly(token_ids))
         return re.sub(r"^(.{150}).{20,}(.{150})$", r"\1 ... \2", text)
 

@@ -4,8 +4,8 @@
 """Generates one completion in one or several segments, on one or several servers.
 
 With ``rollout.segment_tokens`` a server generates only that many tokens per request. The next
-segment goes to any server that has room, behind all earlier segments, which a prefix cache need
-not compute again. A lost server or a stopped run then costs one segment at most. The completion
+segment goes to any server that has room. Its prompt includes all earlier segments, which a prefix
+cache can supply. A lost server or a stopped run then costs one segment at most. The completion
 is the same as one from a single request: tokens and logprobs are kept as the servers returned
 them, and each token has the version that generated it.
 
@@ -31,7 +31,7 @@ from torchtitan.grpo.types import Rollout as ScoredRollout
 
 @dataclass(eq=False)
 class Trajectory:
-    """A completion that is being generated, with the segments ``so_far``."""
+    """A completion that is being generated; ``so_far`` joins its finished segments."""
 
     prompt: Prompt
     so_far: Generation | None = None
@@ -46,17 +46,17 @@ class Trajectory:
         return task.result()
 
     async def until_ended(self) -> None:
-        """Waits until the completion is whole, or has failed on servers or environment."""
+        """Waits until the completion is whole, or a server or its environment has made it fail."""
         with contextlib.suppress(ServerError, EnvironmentFailed):
             await self.task
 
 
 @dataclass(eq=False)
 class RunningGroup:
-    """``kept`` were finished when the run was resumed, and ``trajectories`` are the others.
+    """``kept`` completions were finished when the run was resumed; ``trajectories`` are the others.
 
-    ``task`` waits for them and judges the group. It is ``None`` once they have ended: the group
-    cannot be cancelled then.
+    ``task`` waits for the trajectories and judges the group. It is ``None`` once they have ended: from
+    then on the group cannot be cancelled.
     """
 
     prompt: Prompt
@@ -70,12 +70,12 @@ class RunningGroup:
         return (*self.kept, *(result for result in results if result is not None))
 
     def failures(self) -> list[EnvironmentFailed]:
-        """Why programs and environments have ended completions."""
+        """The errors with which programs and environments have ended completions."""
         ended = (t.task for t in self.trajectories if t.task.done() and not t.task.cancelled())
         return [error for task in ended if isinstance(error := task.exception(), EnvironmentFailed)]
 
     def begun(self) -> tuple[Generation, ...]:
-        """The parts of unfinished completions, also of those that a stopping run has cancelled."""
+        """What was generated of unfinished completions, including those cancelled by a stopping run."""
         running = (t.so_far for t in self.trajectories if not t.task.done() or t.task.cancelled())
         return tuple(so_far for so_far in running if so_far is not None)
 
@@ -128,7 +128,7 @@ class TrajectoryWriter:
     ) -> Trajectory:
         """Starts a completion on a ready server. Its first segment is in flight immediately.
 
-        ``sample`` is its number in its group, and ``begun`` the part that was generated earlier.
+        ``sample`` is its index in its group, and ``begun`` the part of it that was generated earlier.
         """
         if begun is not None and not self._is_unfinished(prompt, begun):
             begun = None  # from a run with an environment, while this run has none
@@ -153,7 +153,7 @@ class TrajectoryWriter:
         segment: "asyncio.Task[Generation]",
         expected_tokens: float | None,
     ) -> Generation:
-        """Generates the rest of a completion, with versions from ``floor`` on."""
+        """Generates the rest of a completion, on servers of version ``floor`` or newer."""
         while True:
             # Cancelling this task also cancels the segment, which notifies the server.
             whole = trajectory.so_far = joined(trajectory.so_far, await segment)
@@ -163,7 +163,7 @@ class TrajectoryWriter:
             segment = self._submit(trajectory, server, expected_tokens)
 
     def _is_unfinished(self, prompt: Prompt, whole: Generation) -> bool:
-        """Returns whether the segment length cut the completion and more tokens have room."""
+        """Returns whether the completion was cut only by the segment length and has room for more tokens."""
         return whole.finish_reason == "length" and self._room_behind(prompt, whole) > 0
 
     def _submit(

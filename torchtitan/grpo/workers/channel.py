@@ -48,7 +48,7 @@ class Refused(msgspec.Struct, tag=True):
 
 
 def refused(kind: str, message: str, reply: type[Refused] = Refused) -> Refused:
-    """Makes a reply of texts of the user's code, which may hold what cannot be sent."""
+    """Makes a reply from texts of the user's code, escaping characters that cannot be sent."""
     return reply(*(text.encode(errors="backslashreplace").decode() for text in (kind, message)))
 
 
@@ -84,7 +84,7 @@ def pack_frame(call: int, message: Any) -> bytes:
 class WorkerChannel(Generic[Request]):
     """The worker's end: takes over stdin and stdout of the process for requests and replies.
 
-    User code runs later, finds stdin empty, and prints to stderr, the rollout process's log.
+    User code, which runs later, finds stdin empty. What it prints goes to the rollout process's log.
     """
 
     def __init__(self, decode: Callable[[bytes], Request]) -> None:
@@ -113,7 +113,7 @@ class WorkerChannel(Generic[Request]):
         return (call, self._decode(body)) if len(body) == length else None
 
     def reply(self, call: int, message: Any) -> None:
-        """Sends the reply to a call, or nothing if it is NotPlainData. Any thread may call it."""
+        """Sends the reply to a call; raises NotPlainData before anything is sent. Thread-safe."""
         frame = pack_frame(call, message)
         with self._lock:
             self._replies.write(frame)

@@ -35,24 +35,24 @@ _BLOCKED_SECONDS, _LOOK_SECONDS = 5.0, 1.0
 
 
 class Cancel(msgspec.Struct, tag=True):
-    """Asks a worker to end the call of a request with this number, which is then not answered."""
+    """Asks a worker to cancel its work on the request ``number``, which then gets no reply."""
 
     number: int
 
 
 class Cancelled(msgspec.Struct, tag=True):
-    """Reply to :class:`Cancel`. A synchronous function that ``hangs`` cannot be ended."""
+    """Reply to :class:`Cancel`. The call ``hangs`` if it is a synchronous one, which cannot be cancelled."""
 
     hangs: bool
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """The user's code, for messages ``what``, and the ``reply`` that says it is loaded.
+    """The user's code. ``what`` names it in messages, and ``reply`` tells the owner that it is loaded.
 
-    ``answer`` gets every further request, each with its own ``number``, and returns the reply to it.
-    What must not run in the event loop it awaits with `Host.in_thread`, in ``num_threads`` threads,
-    of which the only one is the main thread. ``function`` names the lines of errors.
+    ``answer`` is called with every further request, each with its own ``number``, and returns the
+    reply. It awaits blocking work by `Host.in_thread`, which has ``num_threads`` threads; if there is
+    one, it is the main thread. ``function`` is the one whose lines error messages quote.
     """
 
     what: str
@@ -63,9 +63,9 @@ class Loaded:
 
 
 def serve(decode_request: Callable[[bytes], Any], load: Callable[[Any], Loaded]) -> None:
-    """Serves the owner until it closes the channel. ``load`` gets the first request.
+    """Serves the owner until the owner closes the channel. ``load`` is called with the first request.
 
-    A ValueError of ``load`` says what the user can do.
+    If it raises ValueError, the message must say what the user can do.
     """
     channel = WorkerChannel(decode_request)
     if (received := channel.read()) is None:
@@ -104,7 +104,7 @@ class Host:
         reader.join()
 
     async def in_thread(self, number: int, work: Callable[[], Result]) -> Result:
-        """Runs what raises nothing in another thread, for the request with this number."""
+        """Runs ``work``, which must not raise, in another thread, for the request with this number."""
         future: Future[Result] = Future()
         self._work.put((future, work))
         self._in_thread.add(number)
@@ -120,14 +120,14 @@ class Host:
                 future.set_result(work())
 
     def _run_loop(self) -> None:
-        """Runs the event loop, which a call that raises SystemExit ends; its process then ends too."""
+        """Runs the event loop. If a call ends it by raising SystemExit, the process ends as well."""
         try:
             self._loop.run_forever()
         finally:
             os._exit(1)
 
     def _watch(self, loop: threading.Thread) -> None:
-        """Tells where the event loop is blocked, once each time."""
+        """Prints where the event loop is blocked, once each time that it is."""
         while True:
             answers = threading.Event()
             self._loop.call_soon_threadsafe(answers.set)
@@ -178,7 +178,7 @@ class Host:
             self._channel.reply(call, refused("bad reward", message))
 
     async def _cancel(self, call: int, number: int) -> None:
-        """Replies at once about a thread; a function that ignores this is not replied for."""
+        """Replies at once if the call is in a thread, else once its cancellation has taken effect."""
         task, hangs = self._calls.get(number), number in self._in_thread
         if task is not None:
             task.cancel()

@@ -31,9 +31,9 @@ class CallFailed(Exception):
 class FailureLimit:
     """Counts failed calls by kind; too many in a row end the run with ``error``.
 
-    Calls of different ``row`` are counted apart: the success of one says nothing about another.
-    ``calls`` is for messages: what fails (``groups in a row could not be scored``). ``most`` comes
-    with its TOML key.
+    Calls with different ``row`` are counted apart: the success of one says nothing about another.
+    ``calls`` says in messages what fails (``groups in a row could not be scored``). ``most`` is the
+    limit with its TOML key.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class FailureLimit:
     ) -> None:
         """Counts and reports a failed call; raises ``error`` after too many in a row.
 
-        One that is no news, because another call failed meanwhile, does not lengthen the row.
+        A failure that is no news, because another call failed meanwhile, does not count as one in a row.
         """
         self.failures[failure.kind] += 1
         self._on_failure(failure)
@@ -71,9 +71,9 @@ class FailureLimit:
 class WorkerOwner(FailureLimit, Generic[Reply]):
     """Owns the running worker processes of one program, and counts its failed calls.
 
-    The first request of each, ``load``, loads the user's code. The limit of the time of one call
-    comes with its TOML key. ``subject`` is for messages: what is loaded (``rollout.environment
-    'calculator'``). For the others see :class:`FailureLimit`, with whose ``error`` loading fails.
+    ``load`` is the first request to each process, which then loads the user's code; if that fails,
+    ``error`` is raised. ``timeout_seconds`` is the time limit of one call with its TOML key. ``subject``
+    names in messages what is loaded (``rollout.environment 'calculator'``). See also `FailureLimit`.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class WorkerOwner(FailureLimit, Generic[Reply]):
     async def start(
         self, on_end: Callable[[WorkerLost], None] = lambda reason: None
     ) -> tuple[WorkerProcess[Reply | Refused], Reply]:
-        """Starts a process, which loads the user's code, and returns it with its reply.
+        """Starts a process that loads the user's code. Returns the process and its reply.
 
         Raises the owner's ``error`` if the code cannot be loaded in time, and WorkerLost after
         `close`.

@@ -3,8 +3,8 @@
 
 """Places calls on worker processes, each of which answers several of them side by side.
 
-A call that is cancelled is cancelled in its process as well, which disturbs no other call. Three
-things do::
+A cancelled call is cancelled in its process as well, which disturbs no other call. Three events do
+disturb other calls::
 
     OPEN --the thread of a call hangs--> RETIRED --its last user has left--> killed
       \\--the event loop does not answer-----------------------------------> killed
@@ -34,7 +34,7 @@ _CANCEL_SECONDS = 5.0
 
 @dataclass(eq=False)
 class Worker(Generic[Reply]):
-    """A process with ``num_users``. It ``was_shared`` if it had several when it was lost."""
+    """A process with ``num_users``. It ``was_shared`` if it had several users when it was lost."""
 
     process: WorkerProcess[Reply | Refused] | None = None
     num_users: int = 0
@@ -50,7 +50,7 @@ class Worker(Generic[Reply]):
 class WorkerPool(Generic[Reply]):
     """At most ``number`` processes, besides those that are retired; each starts when it is needed.
 
-    ``most_users`` reads from what a worker has ``loaded`` how many users it may have at a time.
+    ``most_users`` reads from a worker's reply to loading how many users a worker may have at a time.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class WorkerPool(Generic[Reply]):
             await worker.process.kill()
 
     async def call(self, worker: Worker[Reply], request: Any) -> Reply | Refused:
-        """Raises NotPlainData, and WorkerLost. A call that is cancelled is cancelled there, too."""
+        """Sends a request. Raises NotPlainData and WorkerLost. If cancelled, the worker's call is, too."""
         process = worker.process
         assert process is not None, "a worker is entered first"
         try:

@@ -42,7 +42,7 @@ _EXIT_SECONDS = 1.0
 
 
 def worker_environment(also: Sequence[str] = ()) -> dict[str, str]:
-    """The environment variables that user code sees: those of ``also``, but no keys."""
+    """The environment variables that user code sees: harmless ones and those that ``also`` names."""
     names = *_PASSED, RUN_VARIABLE, *also
     return {name: value for name, value in os.environ.items() if is_named(name, names)}
 
@@ -57,7 +57,7 @@ def limits_of(workers: Workers) -> dict[int, tuple[int, int]]:
 
 
 class WorkerLost(Exception):
-    """The worker process has ended before it replied, with an ``exit_code`` if that was by itself."""
+    """The worker process ended before it replied. ``exit_code`` is set if it ended by itself."""
 
     exit_code: int | None = None
 
@@ -73,8 +73,8 @@ class ChannelBroken(WorkerLost):
 class WorkerProcess(Generic[Reply]):
     """A child process that answers requests, any number of them at a time.
 
-    ``module`` runs as ``__main__`` and must create a `WorkerChannel`. ``on_end`` is called once
-    with the reason for which the process has ended, which all pending and later calls raise.
+    ``module`` runs as ``__main__`` and must create a `WorkerChannel`. When the process has ended,
+    ``on_end`` is called once with the reason, and all pending and later calls raise this reason.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class WorkerProcess(Generic[Reply]):
     async def call_or_kill(self, request: Any, timeout_seconds: float) -> Reply:
         """Like :meth:`call`, but kills the process at the time limit, with a TimeoutError.
 
-        It is also killed if the caller is cancelled: it would stay busy with what nobody waits for.
+        The process is also killed if the caller is cancelled: it would stay busy for nobody.
         """
         try:
             async with asyncio.timeout(timeout_seconds):

@@ -9,7 +9,7 @@ weight ``w`` has the key ``(2 c + 1) / w``. Draws are taken in the order of thei
 among equal keys in the order of the sets. Invariants for K sets, where set ``i`` has the
 fraction ``s`` of the total weight, after ``p`` draws:
 
-- The set was drawn ``p s`` times, within ``1/2 + K s / 2``.
+- Set ``i`` was drawn ``p s`` times, give or take at most ``1/2 + K s / 2``.
 - After each period, which is the sum of the weights reduced to the smallest integers, the count
   is exact.
 - No draw depends on earlier draws. The counts after ``p`` draws are computed in K**2 steps, for
@@ -32,7 +32,7 @@ from torchtitan.grpo.rollout.tokenizer import TextCodec
 
 
 class Draw(NamedTuple):
-    """``number`` earlier draws went to the same set."""
+    """``number`` is how many earlier draws went to the same set."""
 
     set: int
     number: int
@@ -41,8 +41,8 @@ class Draw(NamedTuple):
 class Interleaving:
     """The order in which prompts are drawn from several sets.
 
-    The positive weights are read as they are written in decimal, so that 0.7 and 0.3 stand in
-    the ratio of exactly 7 to 3.
+    Weights must be positive. They stand for the decimal numbers that Python prints for them, so that
+    0.7 and 0.3 are in the ratio of exactly 7 to 3.
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
@@ -82,7 +82,7 @@ class Interleaving:
 
 
 def open_sets(config: RolloutProcessConfig, codec: TextCodec) -> list[PromptSet]:
-    """Opens the sets of all environments, one or, with ``prompts.paths``, several of each.
+    """Opens the prompt sets of all environments: one for each, or several with ``prompts.paths``.
 
     A ValueError names what cannot be used.
     """

@@ -29,9 +29,9 @@ PromptText = str | list[dict[str, str]]
 
 @dataclass(frozen=True)
 class PromptLimits:
-    """``max_tokens`` follows from the settings of ``source``.
+    """``source`` names the settings from which ``max_tokens`` follows.
 
-    ``remedy`` is a sentence for prompts that are too long.
+    ``remedy`` is a sentence on what to do if prompts are too long.
     """
 
     max_tokens: int
@@ -50,7 +50,7 @@ class PromptLimits:
 
 @dataclass(frozen=True)
 class CheckedRows:
-    """``num_tokenized`` includes prompts that have too many characters to be tokenized."""
+    """``num_tokenized`` also counts prompts that were not tokenized for their many characters."""
 
     num_rows: int
     num_checked: int
@@ -72,9 +72,9 @@ class CheckedRows:
 class PromptSet:
     """Converts the rows of a table to prompts. Only one thread at a time may use it.
 
-    ``key`` is the TOML key of the table's path, ``set_name`` the ``prompt_set`` of rows without
-    one, and ``environment`` the name of the set's environment, if the run has several.
-    ``too_long_reason`` is a sentence on the first prompt that was too long, if any.
+    ``key`` is the TOML key of the table's path. ``set_name`` is the value of the column
+    ``prompt_set`` for rows that lack it. ``environment`` is the name of the set's environment, if the
+    run has several. ``too_long_reason`` is a sentence on the first prompt that was too long, if any.
     """
 
     def __init__(
@@ -187,14 +187,14 @@ class PromptSet:
             )
 
     def columns(self, row: int) -> dict[str, Any]:
-        """The columns without the prompt, which is not tokenized."""
+        """The columns of a row except its prompt. Nothing is tokenized."""
         columns = dict(self._table.row(row))
         columns.pop(self._settings.column)
         return columns
 
     @property
     def none_usable(self) -> bool:
-        """Whether all rows were read, and none is a prompt that is short enough."""
+        """Whether all rows were read, and each was unusable or too long."""
         return len(self._too_long) + len(self._unusable) == len(self)
 
     def none_usable_error(self) -> ValueError:
@@ -213,7 +213,7 @@ class PromptSet:
 
     @contextmanager
     def _at(self, row: int) -> Iterator[None]:
-        """Makes a ValueError a RowError, which names the row."""
+        """Turns a ValueError into a RowError, which names the row."""
         try:
             yield
         except ValueError as error:
@@ -273,14 +273,14 @@ def check_vocabulary(token_ids: Sequence[int], vocab_size: int) -> None:
 
 
 def num_characters(text: PromptText) -> int:
-    """The length of a prompt, which its chat template can only add to."""
+    """The number of characters of a prompt, without those that its chat template adds."""
     if isinstance(text, str):
         return len(text)
     return sum(len(message["content"] or "") for message in text)
 
 
 def prompt_text(columns: dict[str, Any], settings: Prompts) -> PromptText:
-    """Returns a row's prompt. A ValueError says why it is none, without the row's location."""
+    """Returns a row's prompt. Raises ValueError saying why it has none, without the row's location."""
     column = settings.column
     value = columns[column]
     # A number may describe the row.
@@ -349,7 +349,7 @@ def _filled_in(value: str, columns: dict[str, Any], settings: Prompts) -> str:
 
 
 def read_messages(value: Any) -> list[dict[str, Any]]:
-    """Returns messages without nulls, their parts joined. A ValueError says what was received instead."""
+    """Returns messages without nulls, their parts joined. Raises ValueError saying what was received."""
     if not isinstance(value, list) or not value or not all(map(_has_content, value)):
         raise ValueError(f"got {value!r:.200}")
     messages = [_read_message(message, number) for number, message in enumerate(value, start=1)]
@@ -360,7 +360,7 @@ def read_messages(value: Any) -> list[dict[str, Any]]:
 
 
 def _has_content(message: Any) -> bool:
-    """The assistant may have made a call instead."""
+    """Whether a message has a role and content; an assistant's may have calls instead of content."""
     has_role = isinstance(message, dict) and "role" in message
     return has_role and ("content" in message or message["role"] == "assistant")
 
@@ -389,7 +389,7 @@ def _is_blank(content: Any) -> bool:
 
 
 class _Template(string.Formatter):
-    """Fills in ``prompts.template``. A value that is missing would be printed as None or nan."""
+    """Fills in ``prompts.template``. Rejects missing values, which would be printed as None or nan."""
 
     def get_field(self, field_name: str, args: Any, kwargs: Any) -> Any:
         found = value, _ = super().get_field(field_name, args, kwargs)

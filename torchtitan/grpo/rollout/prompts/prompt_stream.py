@@ -7,9 +7,9 @@ Invariants:
 
 - The index of a prompt determines its set, epoch and row. It depends only on the settings, the
   sizes of the sets and the seed, not on earlier draws.
-- A stream returns ``pending`` in ascending order, then all usable indices from ``position`` on. It
-  therefore continues another one exactly if it receives the other's position and the prompts that
-  were returned but not used up.
+- A stream returns ``pending`` in ascending order, then all usable indices from ``position`` on. To
+  continue another stream exactly, it therefore needs only the other's position and the prompts that
+  the other returned and that were not used up.
 """
 
 import logging
@@ -33,7 +33,7 @@ _KEPT_EPOCHS = 2
 
 
 class EpochOrder:
-    """Gives each epoch its permutation; sets of equal size differ by ``set_number``."""
+    """Permutes the rows anew in each epoch; ``set_number`` makes sets of equal size differ."""
 
     def __init__(self, num_rows: int, *, seed: int, set_number: int, shuffle: bool) -> None:
         self._num_rows, self._shuffle = num_rows, shuffle
@@ -60,11 +60,11 @@ class Skipped(NamedTuple):
 
 
 class PromptStream:
-    """Returns prompts epoch after epoch. It is thread-safe, and closes its sets, at least one.
+    """Returns prompts of one or more sets, epoch after epoch, and closes the sets. Thread-safe.
 
-    ``weights`` are by default the sizes of the sets, so that they end their epochs together.
-    ``position`` is the index of the first new prompt; rows that are left out count. ``pending``
-    are distinct indices below it that were returned earlier and not used up.
+    ``weights`` are by default the sizes of the sets, so that all sets end their epochs together.
+    ``position`` is the index of the first new prompt; rows that are left out have indices, too.
+    ``pending`` are distinct indices below it that were returned earlier and not used up.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class PromptStream:
         return self._position
 
     def file_of(self, index: int) -> str:
-        """The name of the environment or of the file that a prompt is from; empty if it is alone."""
+        """The name of a prompt's environment or file; empty if the run has only one."""
         return self.file_names[self._interleaving.at(index).set] if self.file_names else ""
 
     def row_of(self, index: int) -> str:
@@ -116,7 +116,7 @@ class PromptStream:
     def next(self) -> Prompt:
         """Returns the next prompt that can be used; see :meth:`take_skipped` for the others.
 
-        Raises ``ValueError`` if no prompt of a set, or a pending prompt, can be used.
+        Raises ``ValueError`` if a set has no usable prompt, or a pending prompt cannot be used.
         """
         with self._lock:
             if self._pending:
@@ -138,7 +138,7 @@ class PromptStream:
                 self._skipped.append(Skipped(index, "too long", prompts.path, reason))
 
     def take_skipped(self) -> Iterator[Skipped]:
-        """Yields what was left out since the last call, also while another thread draws."""
+        """Yields what was left out since the last call. Another thread may draw meanwhile."""
         while self._skipped:
             yield self._skipped.popleft()
 

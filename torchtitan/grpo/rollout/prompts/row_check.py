@@ -6,13 +6,13 @@
 Invariants:
 
 - Of a set of at most :data:`FULL_CHECK_ROWS` rows and :data:`FULL_CHECK_BYTES`, every row is
-  read and its prompt and columns are judged. Of a larger one these are the first rows, the last
-  row, and rows spread evenly between them.
-- Prompts are tokenized, and chat messages rendered, up to :data:`TOKENIZED_ROWS` rows and
-  :data:`TOKENIZED_CHARACTERS`, spread evenly, and besides one conversation of each sequence of
-  roles, which is what chat templates refuse.
-- A row that is found bad refuses the set. One that is found later, when it is drawn, is left
-  out and counted, so nothing that a run has learned depends on what was not checked.
+  read and its prompt and columns are judged. Of a larger set, only the first rows, the last row,
+  and rows spread evenly between them are read and judged.
+- Prompts are tokenized, and chat messages rendered, for up to :data:`TOKENIZED_ROWS` rows and
+  :data:`TOKENIZED_CHARACTERS`, spread evenly. One conversation of each sequence of roles is added,
+  because chat templates refuse certain sequences.
+- A bad row that is found here makes the set unusable. One that is found later, when it is drawn, is
+  left out and counted, so nothing that a run has learned depends on what was not checked.
 """
 
 import logging
@@ -133,7 +133,7 @@ def first_prompts(
 
 
 def _refuse_bad_rows(prompts: PromptSet, bad: Sequence[str], num_checked: int) -> None:
-    """``bad`` are the faults in the order of the file."""
+    """Raises ValueError if there are faults; ``bad`` has them in the order of the rows."""
     if bad:
         raise ValueError(
             f"{prompts.key}: {len(bad)} of the {num_checked} rows of {prompts.path} that were checked "
@@ -152,7 +152,7 @@ def _ranges(prompts: PromptSet) -> Iterator[tuple[int, int]]:
 
 
 def _rows_to_tokenize(sizes: dict[int, int], always: set[int]) -> list[int]:
-    """Rows of at most the allowed number of characters, and those of ``always``."""
+    """Evenly spread rows, at most as many as the limits of this module allow, and the rows ``always``."""
     rows, total = list(sizes), sum(sizes.values())
     share = min(1.0, TOKENIZED_CHARACTERS / max(total, 1))
     number = max(1, min(TOKENIZED_ROWS, int(share * len(rows))))
@@ -163,7 +163,7 @@ def _rows_to_tokenize(sizes: dict[int, int], always: set[int]) -> list[int]:
 
 
 def _shape(text: PromptText) -> tuple[str, ...]:
-    """The properties by which a template may treat conversations in different ways."""
+    """The properties by which a template may tell conversations apart."""
     if isinstance(text, str):
         return ()
     return tuple(

@@ -26,10 +26,10 @@ def open_table(
     key: str,
     name: str | None = None,
 ) -> Table:
-    """Opens a file, or a Hugging Face data set, of which ``name`` is the configuration.
+    """Opens a file or a Hugging Face data set.
 
-    Its rows must have the prompt column ``column``, after renaming; ``None`` if that is not known
-    yet. ``key`` is the TOML key of ``path``, for messages.
+    ``name`` is the configuration of a data set. After renaming, rows must have the prompt column
+    ``column``, unless it is ``None``. ``key`` is the TOML key of ``path``, for messages.
     """
     if not path:
         raise ValueError(

@@ -34,7 +34,7 @@ class _ArrowTable(Table):
 
     @abstractmethod
     def _slice(self, first: int, end: int) -> list[dict[str, Any]]:
-        """Returns rows from ``first`` on, at least one and none behind ``end``."""
+        """Returns at least one of the rows ``first`` to ``end - 1``, from ``first`` on."""
 
     def row(self, i: int) -> dict[str, Any]:
         (row,) = self._slice(i, i + 1)
@@ -62,8 +62,8 @@ class _ArrowTable(Table):
 class ParquetTable(_ArrowTable):
     """A parquet file, which must not change while it is open.
 
-    Whole row groups are decoded, and ``cache_bytes`` of recent ones are kept, the one in use in
-    any case. A shuffled stream over a larger file decodes about one per prompt.
+    Whole row groups are decoded, and ``cache_bytes`` of recent ones are kept, at least the one in
+    use. A shuffled stream over a larger file decodes about one row group per prompt.
     """
 
     def __init__(

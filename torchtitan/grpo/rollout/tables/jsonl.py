@@ -93,8 +93,9 @@ class JsonlTable(Table):
 def index_lines(file: io.FileIO, block_bytes: int = _BLOCK_BYTES) -> tuple[np.ndarray, np.ndarray]:
     """Finds the rows, which are the lines that are not blank, without parsing their content.
 
-    Returns [num_rows + 1] int64, byte offsets of the rows, each with the blank lines behind it,
-    and of the end of the file. And [num_blank] int64, the number of rows before each blank line.
+    The first result, [num_rows + 1] int64, has the byte offset of each row and of the end of the
+    file; blank lines belong to the row before them. The second, [num_blank] int64, has the number of
+    rows before each blank line.
     """
     starts, suspects = [np.empty(0, np.int64)], [np.empty(0, bool)]
     last, num_bytes = b"\n", 0

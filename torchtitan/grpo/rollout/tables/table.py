@@ -16,7 +16,7 @@ class Table(ABC):
     """Random access to rows. Only one thread at a time may use it.
 
     Methods raise a `RowError` for a row that cannot be used, and another ``ValueError`` if the
-    table cannot be read any more. ``num_bytes`` is its size as far as it is known.
+    table cannot be read any more. ``num_bytes`` is its size, or 0 if that is not known.
     """
 
     path: str
@@ -45,7 +45,7 @@ class Table(ABC):
 
 
 class PartTable(Table):
-    """Some rows of a table. ``bounds`` are the texts of the first row and of the end, or None."""
+    """Some rows of a table. ``bounds`` are begin and end of a slice, written as text, or None."""
 
     def __init__(self, table: Table, bounds: Iterable[str | None]) -> None:
         numbers = slice(*(int(text) if text else None for text in bounds))
@@ -67,8 +67,8 @@ def renamed(
 ) -> dict[str, Any]:
     """Returns the row with its new column names, or raises :class:`RowError`.
 
-    An old name that is no column is a path, such as ``reward_model.ground_truth``. It gives the
-    value within the column its name, and the column stays.
+    An old name that is no column is a path, such as ``reward_model.ground_truth``. The value at this
+    path is copied to a column with the new name, and the original column stays.
     """
     result = {rename.get(name, name): value for name, value in row.items()}
     for old, new in rename.items():
@@ -88,7 +88,7 @@ def renamed(
 
 
 def _within(row: Mapping[str, Any], path: str, where: str) -> Any:
-    """The value at a path of names of columns and keys, and of positions in lists."""
+    """The value at a path, which consists of a column's name and then keys or list indices."""
     value: Any = row
     for depth, name in enumerate(names := path.split(".")):
         if value is None:  # as in a row of a parquet file whose column holds nothing

@@ -3,8 +3,8 @@
 
 """Decides whether a server can be the teacher of a run.
 
-A teacher rates token ids, so that each id must mean the same to both models. And it must stay
-the same model: it rates fixed tokens at the start, and again whenever it was lost.
+A teacher rates token ids, so each id must mean the same to both models. It must also remain the
+same model: its ratings of fixed tokens at the start are compared with new ones whenever it was lost.
 """
 
 import asyncio
@@ -28,9 +28,9 @@ _SAME_MODEL_NATS = 0.1
 
 @dataclass(frozen=True)
 class TeacherNeeds:
-    """``vocabulary``, ``vocab_size`` and the longest ``num_tokens`` are those of the trained model.
+    """``vocabulary`` and ``vocab_size`` are those of the trained model, ``num_tokens`` its longest text.
 
-    A ``model_path`` of None takes the directory that the server names.
+    If ``model_path`` is None, the directory that the server names is used.
     """
 
     vocabulary: Mapping[str, int]
@@ -47,7 +47,10 @@ class TeacherNeeds:
 
 @dataclass(frozen=True)
 class TeacherProbe:
-    """At least ``teacher.top_k`` of the ``num_top`` to ask a teacher for are the student's tokens."""
+    """A teacher's rating of the probe tokens. ``num_top`` is how many top tokens to ask it for.
+
+    That is enough for at least ``teacher.top_k`` of them to be tokens of the student.
+    """
 
     logprobs: list[float]
     num_top: int
@@ -78,7 +81,7 @@ async def rate_probe(client: InferenceClient, needs: TeacherNeeds, num_top: int)
 
 
 def check_same_model(url: str, first: TeacherProbe, now: TeacherProbe) -> None:
-    """Raises WrongServer unless a teacher rates the probe tokens as at the start."""
+    """Raises WrongServer unless a teacher now rates the probe tokens as it did at the start."""
     pairs = list(zip(first.logprobs, now.logprobs, strict=True))
     difference = sum(abs(a - b) for a, b in pairs) / len(pairs)
     if first.num_top != now.num_top:

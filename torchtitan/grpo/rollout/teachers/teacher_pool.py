@@ -12,12 +12,12 @@ The state of a teacher::
       +-------------------------lost
         it rates the probe tokens as at the start
 
-Before a request, a teacher that nobody has asked for a while must rate the probe tokens as well:
-it may have been restarted meanwhile, perhaps with other weights, and no request has failed.
+A teacher that was idle for a while must also rate the probe tokens before its next request: it may
+have been restarted with other weights, without a failed request that would have shown it.
 
-A pause grows with each failure in a row. A rating that fails is asked for again, from any
-teacher that is ready. Its group is closed without it once no teacher has answered anything for
-``teacher.wait_seconds``, or if this one rating fails again and again while others come.
+A pause grows with each failure in a row. A failed rating is requested again, from any teacher that
+is ready. The group is closed as unrated once no teacher has answered anything for
+``teacher.wait_seconds``, or if this one rating fails again and again while others succeed.
 """
 
 import asyncio
@@ -83,8 +83,8 @@ class TeachersFailing(RuntimeError):
 def student_tokens(top: TopTokens, top_k: int, vocab_size: int, url: str) -> TopTokens:
     """Returns the ``top_k`` most likely tokens that the student has, the most likely one first.
 
-    The student cannot write further tokens of a teacher, often unused rows of its model, which
-    belong to the outcome "any other token". Raises :class:`ServerError` if a place has too few.
+    Further tokens of a teacher, often unused rows of its model, cannot be written by the student and
+    count as "any other token". Raises :class:`ServerError` if a position has too few of the student's.
     """
     logprobs = np.where(top.ids < vocab_size, top.logprobs, -np.inf)
     order = np.argsort(-logprobs, axis=1, kind="stable")[:, :top_k]
@@ -99,13 +99,13 @@ def student_tokens(top: TopTokens, top_k: int, vocab_size: int, url: str) -> Top
 
 @dataclass
 class _Patience:
-    """Counts failures of one rating while others came. A refusal counts more, and in any case."""
+    """Counts failures of one rating while others succeed. A refusal always counts, and counts more."""
 
     num_answered: int
     own_failures: int = 0
 
     def note(self, error: ServerError, num_answered: int) -> None:
-        """Raises NotRated if it was one too many."""
+        """Counts a failure, and raises NotRated if there were too many."""
         if isinstance(error, RouteError) and error.is_refusal:
             self.own_failures += _REFUSAL_COUNT
         elif num_answered > self.num_answered:
@@ -116,7 +116,7 @@ class _Patience:
 
 
 class TeacherPool:
-    """``num_waiting`` rollouts of ``num_waiting_groups`` groups wait for their rating now."""
+    """Rates groups. ``num_waiting`` rollouts of ``num_waiting_groups`` groups wait for a rating now."""
 
     def __init__(
         self,
@@ -145,7 +145,7 @@ class TeacherPool:
         self.num_waiting = self.num_waiting_groups = 0
 
     async def start(self, timeout_seconds: float) -> None:
-        """Raises WrongServer for one that cannot be a teacher, and TimeoutError if it is late."""
+        """Waits for all teachers. Raises WrongServer for an unsuitable one, TimeoutError for a late one."""
         await wait_until_up(
             [teacher.client for teacher in self._teachers],
             [],
@@ -159,7 +159,7 @@ class TeacherPool:
     async def rate_group(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
         """Returns the rollouts of a group with the teacher's ratings.
 
-        Raises Unrated if one got none, and TeachersFailing for the last of
+        Raises Unrated if a rollout got no rating, and TeachersFailing for the last of
         `MAX_UNRATED_GROUPS` such groups in a row.
         """
         failed: NotRated | None = None
