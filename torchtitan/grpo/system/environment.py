@@ -1,9 +1,10 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The environment of launched servers and the rollout process: not a rank's variables, nor keys.
+"""The environment of launched servers and the rollout process, without variables of a rank and without keys.
 
-What clusters set for modules, caches, networks and schedulers cannot be listed, and is passed on.
+All other variables are passed on, because those that clusters set (for modules, caches, networks and
+schedulers) cannot be listed.
 """
 
 import re
@@ -27,7 +28,7 @@ _PROXY = re.compile(r"_proxy$", re.IGNORECASE)  # needed, even if the address ho
 
 
 def without_keys(environ: Mapping[str, str], own: Collection[str] = ()) -> dict[str, str]:
-    """Returns the variables for a child. Patterns in ``own`` keep some that may hold keys."""
+    """Returns the variables for a child. Those that match a pattern in ``own`` are always kept."""
     return {
         name: value
         for name, value in environ.items()
