@@ -172,7 +172,7 @@ class RankChannel:
             raise RankLost(f"Training rank {self.lost.status.rank} is lost.")
 
     def wait_lost(self, timeout_seconds: float) -> bool:
-        """Waits until ``on_lost`` has returned, so that the process may end; returns False after the timeout."""
+        """Waits until ``on_lost`` has returned, so that the process may end; False after the timeout."""
         return self._thread is not None and self._lost_event.wait(timeout_seconds)
 
     def close(self, *, failed: bool = False) -> None:
