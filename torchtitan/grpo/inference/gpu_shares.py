@@ -43,8 +43,8 @@ def share_gpus(
 
     ``tensor_parallel_size`` and ``memory`` are settings of ``[inference]``, and may be 0. A size of 0 takes
     the most of a server's GPUs that divide ``num_heads``, the number of attention heads. ``memory`` of 0
-    divides shared GPUs evenly. On a GPU of training that is lent to servers while training does not need
-    it, these may take ``lent_part`` of the memory.
+    divides shared GPUs evenly. Servers to which training lends a GPU may together take ``lent_part`` of its
+    memory.
     """
     of_servers = [group for group in groups for _ in range(group.num_servers)]
     if not gpus:
@@ -78,7 +78,8 @@ def server_places(
 ) -> list[tuple[int, ...]]:
     """Returns the GPUs of each server, group by group. Training uses the first ``num_training`` GPUs.
 
-    Servers that are not lent to training share GPUs with it only if there are no others.
+    Training's GPUs are for servers that may use them while training waits (``is_lent``). The other servers
+    share them only if there are no other GPUs.
     """
     others = range(num_training, num_gpus) or range(num_gpus)
     found = []
