@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from fnmatch import fnmatchcase
 
 RUN_VARIABLE = "TORCHTITAN_GRPO_RUN"
-"""Names a process's rollout process, even if it has left session and parents."""
+"""Its value names the rollout process that started a process, even one that left session and parents."""
 
 # torchrun describes a rank in them. A child that is no rank would take them for its own.
 _OF_RANK = re.compile(r"(LOCAL_)?(RANK|WORLD_SIZE)$|(TORCHELASTIC|GROUP|ROLE|MASTER)_")

@@ -269,7 +269,7 @@ class SGLangClient(HttpClient):
             )
 
     async def _load_format(self, bucket: BucketSpec, *, is_last: bool) -> str:
-        """Returns the ``load_format`` of the next bucket. For adapters, it first checks for this project's hooks."""
+        """Returns the ``load_format`` of the next bucket; before adapters, checks that our hooks are there."""
         if bucket.lora_scale is None or bucket.lora_base is None:
             return "flattened_bucket"
         if not self._adds_adapters:

@@ -32,7 +32,7 @@ _GENERATION = (
 
 
 class VllmGuard(RequestGuard):
-    """Asks for the admin key on all of vLLM's routes except those of clients that generate, and ``/health``."""
+    """Asks for the admin key on all of vLLM's routes but ``/health`` and those that generation needs."""
 
     def __init__(self, app: Any) -> None:
         super().__init__(app, open_routes=_OPEN, generation_routes=_GENERATION)
