@@ -77,7 +77,7 @@ def refusal(
     headers: Mapping[str, str],
     local_address: str | None,
 ) -> Refusal | None:
-    """Returns why a request is refused, or None if it is not. A Unix socket has no ``local_address``."""
+    """Returns why a request is refused, if it is. ``local_address`` is ``None`` for a Unix socket."""
     is_local = is_loopback(local_address)
     host = headers.get("host", "")
     if is_local and not _is_own_name(host):
@@ -126,7 +126,7 @@ def _is_own_name(host: str) -> bool:
 
 
 def _foreign_page(headers: Mapping[str, str], host: str) -> str | None:
-    """Returns the header, if any, that shows that a page of another server has sent the request."""
+    """The header that shows that a page of another server sent the request, if any."""
     origin = headers.get("origin")
     if origin is not None and _netloc(origin) != host.lower():
         return f"Origin {origin!r:.80}"

@@ -52,7 +52,7 @@ class ServerFacts:
 
 @dataclass(frozen=True)
 class ServerLoad:
-    """Numbers of running and waiting requests, and the used part of the KV cache in [0, 1], if reported."""
+    """Requests in batch and queue, and the used part of the KV cache in [0, 1], if reported."""
 
     running: int
     waiting: int
@@ -132,7 +132,7 @@ class InferenceClient(ABC):
 
     @abstractmethod
     async def num_workers(self) -> int:
-        """Returns the number of the server's processes that hold weights (TP x PP)."""
+        """Returns the number of processes that hold weights (TP x PP)."""
 
     async def group_facts(self) -> list[GroupFacts]:
         """Returns facts of each worker that decide whether NCCL can work; unknown ones are ``None``."""

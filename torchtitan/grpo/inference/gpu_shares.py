@@ -22,7 +22,7 @@ graphs (0.5 GiB and more)."""
 
 @dataclass(frozen=True)
 class GpuShare:
-    """A server's GPUs (as in ``CUDA_VISIBLE_DEVICES``), and the part of their memory, if it is limited."""
+    """A server's GPUs (as in ``CUDA_VISIBLE_DEVICES``), workers, and part of memory, if limited."""
 
     gpus: tuple[str, ...] = ()
     tensor_parallel_size: int = 1

@@ -41,7 +41,7 @@ def body_seconds(num_bytes: int, most: float = _BODY_SECONDS) -> float:
 
 
 def raise_descriptor_limit(max_connections: int) -> int:
-    """Raises the limit of open files as far as possible; returns how many connections it allows."""
+    """Raises the limit of open files as far as possible; returns how many connections fit."""
     wanted = max_connections + _OTHER_DESCRIPTORS
     if (soft := raise_file_limit(wanted)) >= wanted:
         return max_connections
@@ -137,7 +137,7 @@ def answering(*, has_key: bool = False) -> Iterator[None]:
 
 
 class _LimitedProtocol(asyncio.Protocol):
-    """Passes everything on to the server's own protocol, if the connection is accepted."""
+    """Passes everything on to the serving protocol, once the connection is accepted."""
 
     def __init__(self, limits: ConnectionLimits, inner: Any) -> None:
         self._limits, self._inner = limits, inner

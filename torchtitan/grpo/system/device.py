@@ -3,7 +3,7 @@
 
 """Differences between CPU and CUDA, with all workarounds that CPU and gloo need.
 
-Torchtitan's modules assume CUDA when they are imported, so call :func:`settle_device` first.
+Torchtitan's modules assume CUDA as they are imported: call :func:`settle_device` before.
 """
 
 import ctypes

@@ -77,7 +77,7 @@ def _number(error: BaseException) -> int | None:
 
 
 def _disk_of(path: Path) -> os.statvfs_result:
-    """Returns the statistics of the file system of a path, which need not exist yet."""
+    """The disk of a path, which need not exist yet."""
     try:
         return os.statvfs(path)
     except OSError:

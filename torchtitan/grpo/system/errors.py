@@ -7,8 +7,8 @@ STOPPED_BY_GUARD = 3
 """A guard has stopped the run, with a checkpoint. Starting it again would lead to the same place."""
 
 LAST_SAVE_FAILED = 4
-"""The run has taken all its steps, but its last checkpoint could not be written. A restart at once would
-repeat the steps since the checkpoint before it, and fail in the same way."""
+"""The run has taken all its steps, but its last checkpoint could not be written. A restart at once would only
+repeat the steps since the checkpoint before."""
 
 FOLDER_LOST = 5
 """The run's folder was removed, moved, or taken over by another run. A restart would begin anew there."""

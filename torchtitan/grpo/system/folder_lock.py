@@ -79,7 +79,7 @@ class Holder(msgspec.Struct, frozen=True):
 
 
 class FolderInUse(RunError):
-    """Another process, which the message names, holds the folder's lock."""
+    """Another process, which the message names, has the folder."""
 
     exit_status = 1  # later it may be free
 

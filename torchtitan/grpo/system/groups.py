@@ -20,7 +20,7 @@ from torchtitan.grpo.system.network import source_address
 def new_group(
     description: str, backend: str, timeout_seconds: float, ranks: Sequence[int] | None = None
 ) -> dist.ProcessGroup:
-    """Returns a group of all or some ranks. All ranks must call it, members or not, in the same order."""
+    """Returns a group of all or some ranks. Collective over all, members or not, in the same order."""
     # A rank that is not a member gets a placeholder, which it never uses.
     return dist.new_group(  # pyright: ignore[reportReturnType]
         list(ranks) if ranks is not None else None,

@@ -5,8 +5,8 @@
 
     python .../torchtitan/grpo/system/light_start.py torchtitan.grpo.rollout.process ARGS...
 
-``import torchtitan`` imports torch and its compiler, which takes several seconds of a core. Here an empty
-package with the same paths takes its place. (``-m`` would import torchtitan itself first.)
+``import torchtitan`` imports torch and its compiler, several seconds of a core. An empty package
+stands in its place, with the same paths. (``-m`` would import torchtitan itself first.)
 """
 
 import os

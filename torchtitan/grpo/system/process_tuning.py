@@ -58,7 +58,7 @@ def map_large_blocks() -> None:
 
 
 def return_free_memory() -> None:
-    """Returns empty pages of glibc's heap to the system, as far as it can."""
+    """Gives the pages of glibc's heap that hold nothing back to the system, as far as it can."""
     if sys.platform != "linux":
         return
     with contextlib.suppress(AttributeError):  # another C library, such as musl

@@ -79,7 +79,7 @@ class _Peer:
             self._writer.write(len(body).to_bytes(4, "big") + body)
 
     async def receive(self, max_bytes: int = _MAX_BYTES) -> Message:
-        """Returns the next message. May raise any exception if the connection is unusable."""
+        """Returns the next message; raises any exception if the connection is unusable."""
         size = int.from_bytes(await self._reader.readexactly(4), "big")
         if size > max_bytes:
             raise ValueError(f"A message must have at most {max_bytes} bytes, got {size}.")

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Handles Ctrl-C, SIGTERM and SIGHUP: the run shuts down cleanly, and within a bounded time."""
+"""Handles Ctrl-C, SIGTERM and SIGHUP: the run ends in order, and within a bounded time."""
 
 import math
 import os

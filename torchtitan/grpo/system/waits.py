@@ -28,7 +28,7 @@ async def in_full(coroutine: Coroutine[Any, Any, None]) -> None:
 
 
 class Backoff:
-    """The pause after each of several failures in a row: it doubles from the first to the longest."""
+    """Pause after each of several failures in a row, doubling from the first to the longest."""
 
     def __init__(self, first_seconds: float, longest_seconds: float) -> None:
         self._first_seconds, self._longest_seconds = first_seconds, longest_seconds

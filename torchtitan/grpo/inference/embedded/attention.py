@@ -30,7 +30,7 @@ _MASK_ALIGNMENT = 8
 
 
 def fused_kernels(device: torch.device) -> AbstractContextManager[Any]:
-    """Returns a context in which attention on a GPU runs in fused kernels, or fails."""
+    """A context in which attention on a GPU runs in fused kernels, or fails."""
     if device.type != "cuda":
         return nullcontext()
     return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION])

@@ -173,7 +173,7 @@ class Engine:
         return self.run(lambda: self._sleep(release))
 
     def wake(self, allocate: Callable[[], None]) -> "Future[None]":
-        """Makes a sleeping server ready for new weights; ``allocate`` may allocate memory for them."""
+        """Lets a sleeping server take weights; ``allocate`` may make room for them."""
         return self.run(lambda: self._wake_up(allocate))
 
     def run(self, function: Callable[[], _T], *, only_adds: bool = False) -> "Future[_T]":

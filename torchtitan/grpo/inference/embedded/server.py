@@ -97,7 +97,7 @@ class EmbeddedServer:
         return app
 
     def _guarded(self, handler: _Handler, level: AuthLevel) -> _Handler:
-        """Adds the checks of `access.py` to a handler, and turns its exceptions into answers."""
+        """Adds the checks of `access.py`, and turns exceptions into answers."""
 
         async def guarded(request: web.Request) -> web.StreamResponse:
             refused = refusal(
@@ -354,8 +354,8 @@ async def _on_thread(function: Callable[[], _T]) -> _T:
 
 
 class EngineMonitor:
-    """Says whether the server is stuck. It is if its engine has ended, or if it has running requests and is not
-    paused, but took no step between two calls of :meth:`health` that lie more than two minutes apart.
+    """Says whether the server is stuck: its engine has ended, or has running requests and is not paused, but
+    took no step between two calls of :meth:`health` that lie more than two minutes apart.
     """
 
     def __init__(self, engine: Engine, clock: Callable[[], float] = time.monotonic) -> None:

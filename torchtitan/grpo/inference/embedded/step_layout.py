@@ -67,7 +67,7 @@ class ChunkPart:
 
 @dataclass(frozen=True)
 class StepLayout:
-    """The tokens of one forward. ``positions`` is [num_rows] long, and ``ranges`` cover all rows."""
+    """The tokens of one forward; ``positions`` is [num_rows] long, and ``ranges`` are all rows."""
 
     positions: torch.Tensor
     ranges: list[RowRange]

@@ -3,10 +3,10 @@
 
 """Weight updates of the embedded server.
 
-Buckets are received while the engine generates, and ``end`` swaps all of them in at once, between two
-steps. It commits only a complete update, in which every bucket has arrived and was verified, and one has
-named the ``weight_version``. Any other update is dropped, and the model does not change. A restarted
-trainer may therefore always begin with ``end`` or ``leave_all``.
+Buckets are received while the engine generates, and ``end`` swaps all of them in at once,
+between two steps. It commits only a whole update: every bucket has arrived and was verified,
+and one has named the ``weight_version``. Any other update is dropped, and the model does not
+change. A restarted trainer may therefore always call ``end`` or ``leave_all`` first.
 
 The methods raise :class:`UpdateError` or ValueError for every failure that is answered with
 status 400.
@@ -45,8 +45,8 @@ _DISK_SECONDS = 600.0
 class WeightUpdater:
     """Receives weights and commits them to the engine.
 
-    NCCL groups receive on ``device``, gloo groups on the CPU. ``timeout_seconds`` bounds a rendezvous, each
-    broadcast, and the swap. Adapters are added to the weights in ``model_path``.
+    NCCL groups receive on ``device``, gloo groups on the CPU. ``timeout_seconds`` bounds a
+    rendezvous, each broadcast, and the swap. Adapters are added to ``model_path``'s weights.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class WeightUpdater:
             self._wait(self._engine.sleep(self.table.release))
 
     def wake(self) -> None:
-        """Makes a sleeping server ready for weights. It serves again once all weights are committed."""
+        """Lets a sleeping server take weights. It serves again when all of them are committed."""
         with self._exclusive(_LEAVE_SECONDS):
             self._wait(self._engine.wake(self.table.allocate))
 

@@ -178,7 +178,7 @@ class VLLMClient(HttpClient):
         return [facts_from_json(result) for result in results] or [GroupFacts(hint=NO_EXTENSION)]
 
     async def _ask_workers(self, method: str) -> list[Any]:
-        """Returns each worker's answer, or an empty list if vLLM was started without the extension."""
+        """Returns each worker's answer, or nothing if vLLM was started without the extension."""
         body = {"method": method}
         answer = await self._http.post("/collective_rpc", body, accept=(400, 404, 500))
         results = answer.body.get("results") if isinstance(answer.body, dict) else None
@@ -248,7 +248,7 @@ class VLLMClient(HttpClient):
             await self._http.post("/start_weight_update")
 
     async def _abandon_update(self) -> None:
-        """Drops staged buckets, gives layers without weights their old ones back, and ends the update."""
+        """Drops staged buckets, restores layers that have no weights, and ends the update."""
         await self._update({"action": "abandon"}, accept=(400, 500))
         # The server refuses this if no update was open.
         await self._http.post("/finish_weight_update", {"weight_version": None}, accept=(400, 500))

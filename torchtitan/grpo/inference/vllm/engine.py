@@ -103,7 +103,7 @@ class TorchGroupWeightEngine(WeightTransferEngine[GroupInitInfo, BucketUpdateInf
         self._updates.leave()
 
     def _choose_place(self, deltas: bool) -> None:
-        """Decides where updates are staged; raises RuntimeError if there is no room for the whole model."""
+        """Decides where updates are staged; raises if there is no room for the whole model."""
         if self.device.type != "cuda":
             return  # received on the host, whose memory the operator has chosen
         parallel = self.parallel_config

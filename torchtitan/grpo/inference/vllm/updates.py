@@ -128,7 +128,7 @@ class UpdateRequest:
 
 
 class WorkerUpdates:
-    """The weight groups that one worker has joined, and at most one open update."""
+    """The groups of one worker, and at most one open update."""
 
     def __init__(self, model: LoadableModel, device: torch.device) -> None:
         self._model = model
