@@ -1,12 +1,12 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Decides whether a server answers a request, by its origin, its form and its key.
+"""Decides whether a server answers a request, by the request's origin, form and key.
 
-All kinds of servers ask it, vLLM and SGLang through :class:`RequestGuard` in their own
-environments, which lack the trainer's libraries, so it imports little. Any page in a browser on the server's machine can make the browser send requests.
-Such a request names a foreign page in ``Origin``, or a foreign name in ``Host`` (DNS rebinding), or
-cannot have a JSON body. All three are refused, also on servers without keys.
+All kinds of servers use this module, vLLM and SGLang through :class:`RequestGuard`. Their environments lack
+the trainer's libraries, so it imports little. Any web page that is open on the server's machine can make the
+browser send requests to the server. Such a request names a foreign page in ``Origin``, or a foreign name in
+``Host`` (DNS rebinding), or cannot have a JSON body. All three are refused, also on servers without keys.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ _NO_TYPE = ("", "application/octet-stream")
 
 
 class AuthLevel(Enum):
-    """Key of a route: none, the API key, or the admin key (the API key if no admin key is set)."""
+    """The key that a route needs: none, the API key, or the admin key (if that is not set, the API key)."""
 
     OPEN = "open"
     NORMAL = "normal"
@@ -169,10 +169,10 @@ _Send = Callable[[Any], Awaitable[None]]
 
 
 class RequestGuard:
-    """ASGI middleware that asks for the admin key on every route that it does not know.
+    """ASGI middleware before the routes of a vLLM or SGLang server.
 
-    It stands before the routes of a vLLM or SGLang server, refuses what :func:`refusal` refuses, and
-    limits connections (`system/connections.py`) and the time for bodies.
+    It refuses what :func:`refusal` refuses, and limits connections (`system/connections.py`) and the time
+    for bodies. Every route that is not named to it needs the admin key.
     """
 
     def __init__(
@@ -246,7 +246,7 @@ class RequestGuard:
 
 
 def _limit_connections() -> None:
-    """Puts limits before the sockets of uvicorn, which says that it starts before it listens."""
+    """Limits uvicorn's connections. Call it at uvicorn's startup event, which comes before it listens."""
     loop: Any = asyncio.get_running_loop()
     create_server, most = loop.create_server, raise_descriptor_limit(MAX_CONNECTIONS)
     if getattr(create_server, "has_limits", False):
@@ -262,7 +262,10 @@ def _limit_connections() -> None:
 
 
 async def _whole_body(receive: _Receive) -> list[Any]:
-    """The last message tells if the client has left. Raises TimeoutError if the body is slow."""
+    """Returns all messages of a body. If the client has left, the last one says so.
+
+    Raises TimeoutError if the body arrives too slowly.
+    """
     begun, num_bytes, messages = asyncio.get_running_loop().time(), 0, []
     while not messages or messages[-1].get("more_body", False):
         async with asyncio.timeout_at(begun + body_seconds(num_bytes)):

@@ -3,8 +3,8 @@
 
 """Checks that every server's answer must pass.
 
-A wrong count or a missing version would train the policy on tokens that were sampled otherwise, so
-an answer is never repaired: it is exact, or it is refused.
+With a wrong count or a missing version, the policy would be trained on tokens that were sampled in another
+way. An answer is therefore never repaired: it is exact, or it is refused.
 """
 
 import math
@@ -61,7 +61,7 @@ _MAX_LOAD = 1e9  # no server has this many requests
 
 @contextmanager
 def reading(source: str, body: Any, wanted: str) -> Iterator[None]:
-    """Raises ServerError if the block fails because ``body`` does not have the wanted form."""
+    """Turns errors of the ``with`` block, which reads ``body``, into a ServerError that names ``wanted``."""
     try:
         yield
     except _MALFORMED as error:
@@ -86,7 +86,7 @@ def parse_version(label: Any, source: str) -> int:
 
 
 def version_or_none(label: Any) -> int | None:
-    """``None`` before the first push and during an update."""
+    """Reads a version label; returns ``None`` for the labels before the first push and during an update."""
     text = str(label)
     return int(text) if text.isdecimal() and len(text) <= _VERSION_DIGITS else None
 
@@ -94,7 +94,7 @@ def version_or_none(label: Any) -> int | None:
 def version_segments(
     spans: Iterable[Sequence[Any]], num_tokens: int, source: str
 ) -> tuple[VersionSegment, ...]:
-    """Joins ``(label, start, end)`` spans, some perhaps empty, which must cover all tokens."""
+    """Turns ``(label, start, end)`` spans, which must cover all tokens, into one segment per version."""
     spans = [tuple(span) for span in spans]
     are_ranges = all(type(start) is type(end) is int and start <= end for _, start, end in spans)
     filled = [span for span in spans if span[1] < span[2]] if are_ranges else []
@@ -125,10 +125,10 @@ def checked_generation(
     finish_reason: Any,
     spans: Iterable[Sequence[Any]],
 ) -> Generation:
-    """Raises ServerError, with ``source`` (URL and route) before every message.
+    """Returns the completion if all parts of the answer agree, and raises ServerError otherwise.
 
     ``logprobs`` holds logprob and id of each sampled token, and ``spans`` holds ``(version label,
-    start, end)`` over the tokens.
+    start, end)`` over the tokens. Messages begin with ``source`` (URL and route).
     """
     _require_own_answer(source, request, sent_id, answered_id, num_prompt_tokens)
     num_tokens = len(token_ids)
@@ -162,7 +162,7 @@ def checked_generation(
 
 
 def logit_bias(request: GenerateRequest) -> dict[str, dict[str, float]]:
-    """Returns the parameter of vLLM and SGLang that excludes unknown ids, if vLLM takes so many."""
+    """Returns the parameter that excludes unknown ids in vLLM and SGLang; none above vLLM's limit of 1024."""
     ids = request.unknown_ids
     return {"logit_bias": dict.fromkeys(map(str, ids), -100.0)} if 0 < len(ids) <= 1024 else {}
 
@@ -184,9 +184,10 @@ def checked_rating(
     rows: Sequence[Sequence[tuple[Any, Any]]],
     num_top: int,
 ) -> PromptRating:
-    """Rates all tokens but the first; ``entries`` holds logprob and id of each token.
+    """Returns the rating of all tokens but the first; raises ServerError if the answer does not fit.
 
-    ``rows`` hold those of the ``num_top`` different tokens in the place of each rated one.
+    ``entries`` holds logprob and id of each token. ``rows`` holds, for each rated token, logprob and id
+    of the ``num_top`` most likely tokens at its position.
     """
     if [token for _, token in entries] != list(token_ids):
         raise ServerError(
@@ -265,7 +266,7 @@ def _require_logprobs(values: Sequence[Any], what: str, lowest: float) -> None:
 
 
 def first_bad_logprob(values: np.ndarray, lowest: float) -> int | None:
-    """Returns the place of the first of ``values`` [tokens] that cannot be a logprob, or None."""
+    """Returns the index of the first of ``values`` [tokens] that cannot be a logprob, or None."""
     bad = np.flatnonzero(~((values > lowest) & (values <= HIGHEST_LOGPROB)))  # NaN is neither
     return int(bad[0]) if bad.size else None
 
@@ -277,7 +278,7 @@ def logprob_rule(lowest: float) -> str:
 def checked_load(
     source: str, running: Sequence[float], waiting: Sequence[float], kv_use: Sequence[float]
 ) -> ServerLoad:
-    """Returns the load over all engines: added requests, and the use of the fullest KV cache."""
+    """Returns the load of all engines: the sum of their requests, and the use of the fullest KV cache."""
     values = [*running, *waiting, *kv_use]
     if not values or not all(0 <= value < _MAX_LOAD for value in values):  # nor NaN
         raise ServerError(
@@ -288,7 +289,7 @@ def checked_load(
 
 
 def to_number(value: Any) -> float:
-    """NaN if the JSON value or text is no number."""
+    """Converts a JSON value or text to a float, which is NaN if it is no number."""
     try:
         return float(value)
     except (TypeError, ValueError, OverflowError):

@@ -20,7 +20,7 @@ SleepFrees = Literal["memory", "nothing"]
 
 
 class ServerError(RuntimeError):
-    """A server failed or did not answer. The message names its route and what was expected."""
+    """A server failed or did not answer. The message names the route and what was expected."""
 
     was_answered = True
     """Whether the server answered, but did not do what it was asked."""
@@ -34,9 +34,9 @@ class LogprobsError(ServerError):
 class ServerFacts:
     """Description of a server and its model; ``None`` stands for what the server does not tell.
 
-    ``software`` is name and release, ``architecture`` the model's class in config.json.
-    ``problems`` prevent its use by the run; ``warnings`` do not. ``sleep_frees`` matters only if the
-    server is put to sleep.
+    ``software`` is name and release, ``architecture`` the model's class in config.json. ``problems``
+    prevent the run from using the server; ``warnings`` do not. ``sleep_frees`` matters only if the server
+    is put to sleep.
     """
 
     software: str
@@ -61,13 +61,13 @@ class ServerLoad:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """Capabilities of a server while weights are pushed to it.
+    """Capabilities of a server that depend on its kind and on how it was started.
 
-    Generation must be paused (``stops_for``) for the ``transfer``, from the first bucket to the end
-    of the commit; or only for the ``commit``, as buckets are staged; or for ``nothing``, if the
-    server commits between two of its steps. Buckets of different groups may be sent at the same
-    time, if it ``receives_in_parallel``, and a large one in several broadcasts over NCCL, if it
-    ``receives_pieces``. One request can rate several sequences, if it ``rates_lists``.
+    ``stops_for`` says when generation must be paused: for the whole ``transfer``, from the first bucket to
+    the end of the commit; only for the ``commit``, if buckets are staged; or for ``nothing``, if the server
+    commits between two of its steps. A server that ``receives_in_parallel`` takes buckets of different
+    groups at the same time. One that ``receives_pieces`` takes a large bucket in several broadcasts over
+    NCCL. One that ``rates_lists`` rates several sequences in one request.
     """
 
     stops_for: Literal["transfer", "commit", "nothing"] = "transfer"
@@ -95,9 +95,9 @@ class PromptRating:
 class InferenceClient(ABC):
     """Access to one inference server.
 
-    Every method raises :class:`ServerError` if the server fails or does not answer within the
-    control timeout; those that wait in the server's queue, or receive or read weights, have a longer
-    one. ``capabilities`` are those of the kind until the client finds out more.
+    Every method raises :class:`ServerError` if the server fails or does not answer in time. Methods that
+    wait in the server's queue, or receive or read weights, have a longer timeout than all others (the
+    control timeout). ``capabilities`` are those of the kind until the client finds out more.
     """
 
     url: str
@@ -115,13 +115,13 @@ class InferenceClient(ABC):
     async def describe(self, temperature: float) -> ServerFacts:
         """Returns what the server tells about itself, without changing it.
 
-        Its logprobs may suit only some values of ``rollout.temperature``. Raises :class:`WrongKind`
-        if a server of another kind answers.
+        ``temperature`` is ``rollout.temperature``: a server may return usable logprobs for some values
+        only. Raises :class:`WrongKind` if a server of another kind answers.
         """
 
     @abstractmethod
     async def health(self) -> None:
-        """Returns if the server is up, even if paused; otherwise raises."""
+        """Raises ServerError unless the server is up. A paused server is up."""
 
     @abstractmethod
     async def version(self) -> int | None:
@@ -135,7 +135,7 @@ class InferenceClient(ABC):
         """Returns the number of processes that hold weights (TP x PP)."""
 
     async def group_facts(self) -> list[GroupFacts]:
-        """Returns each worker's facts that matter to groups over NCCL; unknown ones are ``None``."""
+        """Returns facts of each worker that decide whether NCCL can work; unknown ones are ``None``."""
         return [GroupFacts()]
 
     @abstractmethod
@@ -150,24 +150,24 @@ class InferenceClient(ABC):
     async def sleep(self) -> SleepFrees:
         """Stops generation, and frees memory if the server can; returns what was freed.
 
-        If it is ``memory``, the weights are lost with it: :meth:`version` is ``None`` until a push of
-        all weights, not of a delta, after :meth:`wake`. Requests that have not ended do no harm: they
-        are aborted, or held until then. Sleeping twice is the same as once.
+        If that is ``memory``, the weights are lost: :meth:`version` is ``None`` until all weights (not a
+        delta) were pushed after :meth:`wake`. Unfinished requests are aborted, or held until that push.
+        Sleeping twice is the same as once.
         """
 
     @abstractmethod
     async def wake(self) -> None:
         """Allocates what :meth:`sleep` freed, so that weights can be pushed.
 
-        A server that has lost its weights must get no requests before. It has no effect on a server
-        that does not sleep.
+        A server that has lost its weights must get no requests until they were pushed. Waking a server
+        that does not sleep has no effect.
         """
 
     @abstractmethod
     async def join_weight_group(self, info: WeightGroupInfo) -> None:
-        """Returns when all members have joined; the trainer must join at the same time.
+        """Joins a group over which weights are sent; returns when all members have joined.
 
-        A server may be in one group for each sending rank.
+        The trainer must join at the same time. A server may be in one group for each sending rank.
         """
 
     @abstractmethod
@@ -184,17 +184,17 @@ class InferenceClient(ABC):
     ) -> None:
         """Makes the server receive one broadcast, which the trainer must send at the same time.
 
-        Returns when the server has received the bucket, or accepts to; if it finds it damaged
-        later, it refuses the commit. ``last`` marks the last bucket of the update, if they are sent
-        one by one.
+        Returns when the server has received the bucket, or has agreed to receive it. If it finds the bucket
+        damaged later, it refuses the commit. ``last`` marks the last bucket of the update if buckets are
+        sent one by one.
         """
 
     @abstractmethod
     async def commit_update(self, version: int) -> float:
-        """Makes the server serve the weights that it received, without caches of the old ones.
+        """Makes the server serve the weights that it received, and drop the KV caches of the old ones.
 
-        Returns the seconds for which generation stopped, or 0 from a server that does not report
-        them and must be paused by the caller.
+        Returns the seconds for which generation stopped. A server that the caller must pause does not
+        report them, and returns 0.
         """
 
     @abstractmethod
@@ -207,8 +207,8 @@ class InferenceClient(ABC):
     ) -> list[PromptRating]:
         """Returns the logprobs of sequences' tokens under the weights that are served now.
 
-        ``starts`` are the positions of the first rated tokens, at least 1. ``num_top`` most likely
-        tokens are returned for each rated one.
+        ``starts`` holds the position of each sequence's first rated token, at least 1. For each rated
+        token, the ``num_top`` most likely tokens at its position are returned as well.
         """
 
     async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
@@ -219,7 +219,7 @@ class InferenceClient(ABC):
     async def served_checksums(self, dtype: str) -> dict[str, int] | None:
         """Returns the checksum of each served tensor (`checksum.py`) by its Hugging Face name.
 
-        ``None`` if the server cannot tell: it serves another ``dtype``, or fuses or packs tensors.
+        Returns ``None`` if the server cannot: it serves another ``dtype``, or fuses or packs tensors.
         """
         return None
 

@@ -41,10 +41,10 @@ def share_gpus(
 ) -> list[GpuShare]:
     """Returns the share of each server, group by group. Training uses the first ``num_training`` GPUs.
 
-    ``tensor_parallel_size`` and ``memory`` are settings of ``[inference]``. 0 takes as many of a
-    server's GPUs as divide the attention heads, and divides shared GPUs evenly. ``num_heads`` is
-    ``None`` if a server takes one GPU. ``lent_part`` is the part of the memory of a GPU that the
-    servers to which it is lent may take.
+    ``tensor_parallel_size`` and ``memory`` are settings of ``[inference]``, and may be 0. A size of 0 takes
+    the most of a server's GPUs that divide ``num_heads``, the number of attention heads. ``memory`` of 0
+    divides shared GPUs evenly. Servers to which training lends a GPU may together take ``lent_part`` of its
+    memory.
     """
     of_servers = [group for group in groups for _ in range(group.num_servers)]
     if not gpus:
@@ -76,9 +76,10 @@ def share_gpus(
 def server_places(
     groups: Sequence[ServerGroup], num_gpus: int, num_training: int
 ) -> list[tuple[int, ...]]:
-    """Returns the GPUs of each server, group by group. Training uses the first ``num_training``.
+    """Returns the GPUs of each server, group by group. Training uses the first ``num_training`` GPUs.
 
-    Servers that are not lent share these if there are no others.
+    Training's GPUs are for servers that may use them while training waits (``is_lent``). The other servers
+    share them only if there are no other GPUs.
     """
     others = range(num_training, num_gpus) or range(num_gpus)
     found = []
@@ -102,7 +103,7 @@ def servers_per_gpu(num_servers: int, num_gpus: int) -> int:
 
 
 def gpus_of(index: int, num_servers: int, gpus: Sequence[int]) -> tuple[int, ...]:
-    """Returns the GPUs of a server: an even part, or one that it shares with other servers."""
+    """Returns the GPUs of a server: an even part, or a shared GPU if there are more servers than GPUs."""
     share = len(gpus) // num_servers
     if share == 0:
         return (gpus[index % len(gpus)],)

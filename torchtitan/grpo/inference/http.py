@@ -3,7 +3,7 @@
 
 """JSON over HTTP, with keys, timeouts and errors that name the server and the route.
 
-Redirections are not followed: another server would be sent prompts, and perhaps keys.
+Redirections are not followed, because they would send prompts, and perhaps keys, to another server.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ _KEY_HINT = (
 
 
 class RouteError(ServerError):
-    """A route did not answer (``status`` and ``body`` are ``None``) or has a wrong status."""
+    """A route did not answer (``status`` and ``body`` are then ``None``), or answered with an error."""
 
     def __init__(self, message: str, status: int | None = None, body: Any = None) -> None:
         super().__init__(message)
@@ -42,7 +42,7 @@ class RouteError(ServerError):
 
     @property
     def is_refusal(self) -> bool:
-        """True if repeating the request is of no use."""
+        """True if the same request would be refused again, so that it need not be repeated."""
         if self.status in (408, 429):  # it was sent too slowly, or there were too many
             return False
         return self.status is not None and 300 <= self.status < 500
@@ -59,10 +59,10 @@ class Answer:
 class HttpConnection:
     """URL, keys and HTTP session of one server, in the event loop of the first request.
 
-    ``admin_key``, or else ``api_key``, is that of control routes. ``key_hint`` follows in the
-    message if a key is refused. An idle TCP connection is kept for ``idle_seconds``; 0 opens one
-    for each request. Servers close idle connections and lose a request that arrives then, so it
-    must be well below the server's limit.
+    Control routes get ``admin_key``, or ``api_key`` if there is none. ``key_hint`` is appended to the message
+    if a key is refused. An idle TCP connection is kept for ``idle_seconds``; with 0, each request opens its
+    own. ``idle_seconds`` must be well below the time after which the server closes idle connections,
+    because a request that arrives at that moment is lost.
     """
 
     def __init__(
@@ -184,7 +184,7 @@ class HttpConnection:
 
     @asynccontextmanager
     async def _used_session(self) -> AsyncIterator[aiohttp.ClientSession]:
-        """The session. A replaced one is closed after its last request."""
+        """Yields the current session. A session that was replaced is closed after its last request."""
         session = self._open_session()
         self._num_using[session] += 1
         try:
@@ -223,7 +223,10 @@ class HttpClient(InferenceClient):
     async def _ask_model(
         self, route: str, body: dict[str, Any], max_bytes: int, request_id: str | None = None
     ) -> Any:
-        """Sends a request that waits in the server's queue; aborts it if nobody waits any more."""
+        """Sends a request that waits in the server's queue.
+
+        Aborts it on the server if the call is cancelled or no answer comes.
+        """
         try:
             answer = await self._http.post(
                 route,
@@ -264,7 +267,7 @@ class HttpClient(InferenceClient):
         return self._groups[group_name]
 
     def _next_sequence(self, group_name: str) -> int:
-        """Called before anything is awaited, so that numbers have the order of the broadcasts."""
+        """Numbers the buckets of a group. Call it before any ``await``, so that they keep their order."""
         self._sequences[group_name] += 1
         return self._sequences[group_name] - 1
 
@@ -278,11 +281,11 @@ def excerpt(value: Any) -> str:
 
 
 class _SlowAnswer(Exception):
-    """The rest of an answer arrives too slowly."""
+    """An answer has begun, but its rest arrives too slowly."""
 
 
 async def _read(response: aiohttp.ClientResponse, max_bytes: int, timeout: float) -> bytes | None:
-    """``None`` if the answer is longer than ``max_bytes``."""
+    """Returns the body of an answer, or ``None`` if it is longer than ``max_bytes``."""
     # A proxy may send the headers long before the server has generated the answer.
     content, begun = bytearray(await response.content.readany()), asyncio.get_running_loop().time()
     while len(content) <= max_bytes:

@@ -1,8 +1,8 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Finds out which server answers at a URL, and compares it with the needs of the run when it joins, so
-that no request need fail first.
+"""Finds out which server answers at a URL, and checks when it joins the run that it suits the run's needs.
+Otherwise a wrong server would be noticed only by failed requests.
 """
 
 import json
@@ -29,7 +29,7 @@ _EXCERPT_CHARS = 120
 
 @dataclass(frozen=True)
 class Identity:
-    """The program at a URL, with its release if known; ``kind`` is ``None`` if it is unusable."""
+    """The program at a URL, with its release if known. ``kind`` is ``None`` for an unknown program."""
 
     kind: ServerKind | None
     software: str
@@ -55,7 +55,7 @@ async def require_kind(http: HttpConnection, wanted: ServerKind) -> Identity:
 
 
 async def identify(http: HttpConnection) -> Identity:
-    """Recognizes a server by routes that only one kind has; raises RouteError if none answers."""
+    """Recognizes a server's kind by its routes; raises RouteError if a route does not answer."""
     first = await _answer(http, "/model_info")
     info = _object(first)
     if "embedded" in info:
@@ -89,7 +89,7 @@ def _owner(models: dict[str, Any]) -> str | None:
 
 
 async def _answer(http: HttpConnection, route: str) -> Answer:
-    """Asks for a route that the server may not have."""
+    """Requests a route that the server may lack; raises RouteError if it refuses the key."""
     answer = await http.get(route, scope="generation", accept=_NO_SUCH_ROUTE)
     if answer.status in (401, 403):
         raise RouteError(
@@ -165,7 +165,7 @@ async def check_server(
 def wrong_server(
     url: str, needs: ServerNeeds, problems: Sequence[str], found: ServerKind | None = None
 ) -> WrongServer:
-    """``found`` is the server's kind, if it is another one."""
+    """Returns the error, with advice. ``found`` is the server's kind if that is the problem."""
     lines = [f"The server {url} cannot be used by this run:", *(f"  - {p}" for p in problems)]
     if needs.is_launched:
         lines.append("The run has started it. Check inference.extra_args and inference.python.")
@@ -231,7 +231,7 @@ def release_warnings(url: str, facts: ServerFacts, kind: ServerKind) -> list[str
 
 
 def config_json(model_path: str | None) -> dict[str, Any]:
-    """Empty if it cannot be read, as on another machine."""
+    """Reads a model's config.json. Returns {} if it cannot be read, as when it is on another machine."""
     if model_path is None:
         return {}
     try:

@@ -32,11 +32,11 @@ class ServerSpec:
     """Settings of one server, the same for every kind.
 
     ``max_model_len`` bounds prompt plus completion; 0 is as much as model and memory allow.
-    ``python`` is the interpreter of the server's environment, ``None`` the current one.
+    ``python`` is the interpreter of the server's environment; ``None`` is the current one.
     ``extra_args`` come last and override earlier ones. Without ``gpus``, the server sees those of
-    this process. ``gpu_memory_utilization`` is a part of each GPU's memory. ``None`` there, and as
-    ``seed``, leaves the server's default; 0 chooses ``max_batched_tokens``. A server that ``is_lent``
-    can free its memory while it sleeps.
+    this process. ``gpu_memory_utilization`` is a part of each GPU's memory; it and ``seed`` are ``None``
+    for the server's default. With ``max_batched_tokens`` 0, :func:`batched_tokens` chooses it. A server
+    that ``is_lent`` must be able to free its memory while it sleeps.
     """
 
     kind: ServerKind
@@ -63,8 +63,8 @@ class ServerSpec:
 class LaunchCommand:
     """Command that starts one server, without ``ServerSpec.extra_args``.
 
-    The user's environment overrides the variables of ``defaults``; those of ``keys`` override it.
-    Keys are never on a command line, because every user of the machine can list it.
+    The variables in ``defaults`` are overridden by the user's environment, which is overridden by the
+    variables in ``keys``. Keys are never on a command line, because every user of the machine can list it.
     """
 
     arguments: list[str]
@@ -76,10 +76,10 @@ _CHOSEN_TOKENS = {"cpu": 256, "cuda": 2048}
 
 
 def batched_tokens(spec: ServerSpec) -> int:
-    """Returns the token budget of a step of a vLLM or SGLang server.
+    """Returns how many tokens a vLLM or SGLang server may compute in one step.
 
-    The default saturates the device with a few running requests; more would make these wait longer.
-    With many, half is left for prompts. SGLang wants a multiple of its page size.
+    The default is enough to saturate the device; with more, running requests would wait longer for
+    prompts. If many requests may run, they take at most half of it. SGLang wants a multiple of its page size.
     """
     if spec.max_batched_tokens:
         return spec.max_batched_tokens
@@ -107,9 +107,9 @@ class KindRow:
     ``client`` is ``module:class`` of the :class:`InferenceClient`, whose module also has a function
     ``launch_command`` from a :class:`ServerSpec` to a :class:`LaunchCommand`. ``environment`` is
     the virtual environment of `scripts/install_<name>.sh`; ``None`` is the trainer's.
-    The server sets ``nccl_settings`` unless its environment has others. ``known_releases`` are
-    beginnings of tested ones; empty for this project's own server. On a GPU, a server with
-    ``sleep_option`` frees its memory while it sleeps; empty if it needs no option.
+    The server sets ``nccl_settings`` unless its environment has others. ``known_releases`` holds prefixes of
+    the tested releases, and is empty for this project's own server. On a GPU, a server needs its
+    ``sleep_option`` (if there is one) to free its memory while it sleeps.
     """
 
     name: ServerKind
@@ -196,9 +196,9 @@ def take_nccl_setting_of(kind: ServerKind, transport: str) -> None:
     """Sets ``NCCL_CUMEM_ENABLE`` as servers of a kind do, if weights are to travel over NCCL.
 
     Both ends of a communicator must agree on it (see `weight_wire/group_facts.py`). NCCL reads it
-    once in a process, so call this before any process group exists. The trainer's own groups may be
-    slower without cuMem, so it is not done with ``auto``: such servers then receive from host
-    memory.
+    once in a process, so call this before any process group exists. With the transport ``auto`` it does
+    nothing, because the trainer's own groups may be slower without cuMem. Servers with another setting
+    then receive from host memory.
     """
     value = kind_row(kind).nccl_settings.get(SHARING_SETTING)
     if transport != "nccl" or value is None or SHARING_SETTING in os.environ:
@@ -223,7 +223,7 @@ def make_client(
     request_timeout_seconds: float = 600.0,
     idle_seconds: float = 0.0,
 ) -> InferenceClient:
-    """Returns a client for the server at ``url``; ``None`` reads a key from the environment."""
+    """Returns a client for the server at ``url``. Keys that are ``None`` are read from the environment."""
     # Imported here because configuration checks read the table and need no HTTP.
     from torchtitan.grpo.inference.http import HttpConnection
 

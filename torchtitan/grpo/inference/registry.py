@@ -6,9 +6,9 @@
 A server writes its file on a shared disk, or sends it to the trainer over HTTP
 (`rollout/serving/registry_server.py`). The folder outlives the trainer's processes.
 
-A living server writes its file every two seconds, with a higher number. The reader takes it for
-alive once it has *seen* the number change, and for dead after 30 s without a change by its own
-clock. So hosts' clocks are not compared, and files of killed servers or earlier runs do not count.
+A living server writes its file every two seconds, each time with a higher number. A server counts as alive
+once the reader has *seen* its number change, and as dead after 30 s without a change by the reader's clock.
+So hosts' clocks are not compared, and files of killed servers or earlier runs do not count.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ _MAX_SERVERS = 4096
 
 @dataclass(frozen=True)
 class Registration:
-    """One server as the trainer reaches it. ``started`` is by its clock; ``beat`` counts up."""
+    """One server as the trainer reaches it. ``started`` is by the server's clock; ``beat`` counts up."""
 
     url: str
     kind: ServerKind
@@ -54,7 +54,7 @@ class Registration:
 
 
 def parse_registration(content: bytes) -> Registration:
-    """Raises ValueError if it is malformed."""
+    """Parses the content of a server's file; raises ValueError if it is malformed."""
     wanted = "A registration must be a JSON object with url, kind, host, pid, started and beat"
     try:
         found = Registration(**json.loads(content))
@@ -66,7 +66,7 @@ def parse_registration(content: bytes) -> Registration:
 
 
 def registry_folder(inference: "Inference", dump_folder: str) -> str | None:
-    """``None`` if the servers of a run do not register."""
+    """Returns the folder where servers register; ``None`` if those of the run do not register."""
     if inference.registry is None and inference.registry_address is not None:
         return f"{dump_folder}/registry"
     return inference.registry
@@ -135,7 +135,7 @@ class RegisteredServers:
     def poll(self) -> list[str] | None:
         """Returns the living servers if they have changed since the last call, else ``None``.
 
-        It is never empty: if all are silent, the run asks those that it has until one answers.
+        Never returns an empty list: if all are silent, the run keeps those that it has.
         """
         living = self._living()
         if not living or living == self._taken:
@@ -144,7 +144,7 @@ class RegisteredServers:
         return living
 
     def _living(self) -> list[str]:
-        """Looks into the folder; returns the servers that were seen to beat within 30 s."""
+        """Reads the folder; returns the servers whose number was seen to change in the last 30 s."""
         now, before, self._beats = self._clock(), self._beats, {}
         for one in self._folder.read():
             if one.kind != self._kind:

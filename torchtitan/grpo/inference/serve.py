@@ -52,7 +52,7 @@ class _Stopped(KeyboardInterrupt):
 
 
 class Registrar:
-    """Registers one server repeatedly, in a folder or at a registry's URL, which needs a key."""
+    """Registers one server again and again, in a folder or at a registry's URL. A URL needs a key."""
 
     def __init__(self, target: str, registration: Registration, key: str | None) -> None:
         self._target, self._registration, self._key = target, registration, key
@@ -91,7 +91,7 @@ class Registrar:
 
 
 def request(url: str, method: str, route: str, body: object = None, key: str | None = None) -> None:
-    """Sends a request as the trainer does; raises ServerError if it is not granted in time."""
+    """Sends a request as the trainer does; raises ServerError if it fails or takes too long."""
 
     async def send() -> None:
         connection = HttpConnection(
@@ -185,7 +185,7 @@ def _make_parser() -> argparse.ArgumentParser:
 
 
 def parse_arguments(arguments: list[str]) -> tuple[ServerSpec, str | None]:
-    """Returns the server, with unknown arguments for it, and its registry."""
+    """Returns the settings of the server, with unknown arguments as ``extra_args``, and its registry."""
     parser = _make_parser()
     options, extra = parser.parse_known_args(arguments)
     try:
@@ -258,7 +258,7 @@ def check_register(register: str | None, host: str) -> None:
 
 
 def open_port(host: str, port: int) -> int:
-    """The port must be free; 0 is any."""
+    """Returns the port, or any free one for 0; raises ValueError if it is in use."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         if port:

@@ -28,10 +28,10 @@ _SHARED_MEMORY = re.compile(
 
 
 def first_causes(log_file: Path, begin: int = 0) -> str:
-    """Returns the lines that name an error and stand before the end of a log, if any.
+    """Returns the first lines that name an error, unless the end of the log, shown anyway, has them all.
 
-    Each process of a server prints its traceback, the cause in the first, far above the end. Lines
-    before the byte ``begin`` belong to earlier servers at the same port.
+    Each process of a server prints a traceback when it ends. The cause is in the first one, far above the end
+    of the log. Lines before the byte ``begin`` belong to earlier servers at the same port.
     """
     lines = map(_without_prefix, _lines(log_file, begin))
     causes = dict.fromkeys(line[:_LINE_CHARS] for line in lines if _CAUSE.search(line))
@@ -74,17 +74,17 @@ def log_tail(log_file: Path, begin: int = 0) -> str:
 
 
 def _without_prefix(line: str) -> str:
-    """A line without what vLLM puts before it; empty if it is no error."""
+    """Removes vLLM's log prefix from a line. A line whose level is not ERROR becomes empty."""
     found = _PREFIX.match(line)
     assert found is not None, "the pattern matches nothing at least"
     return line[found.end() :].strip() if found["level"] in (None, "ERROR") else ""
 
 
 def _lines(log_file: Path, begin: int) -> Iterator[str]:
-    """Yields the lines of ``_SEARCHED_BYTES`` from ``begin``, if the log is readable.
+    """Yields the lines in the ``_SEARCHED_BYTES`` from ``begin`` on, or none if the log is unreadable.
 
-    Not read at once: the C library keeps free memory of the size of the largest block ever returned
-    to it, so each log of a lost server would enlarge this process for good.
+    The log is not read as one block: the C library keeps as much free memory as the largest block ever
+    returned to it, so this process would stay larger after each log of a lost server.
     """
     try:
         with log_file.open("rb") as file:

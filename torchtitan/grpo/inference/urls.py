@@ -26,7 +26,10 @@ _Mark = tuple[int, int, int, int]
 
 
 def checked_urls(urls: Sequence[str], source: str) -> list[str]:
-    """Returns URLs in lower case, without slashes; refuses malformed or repeated ones, or none."""
+    """Returns URLs in lower case, without a slash at the end. Raises ValueError for bad lists.
+
+    A list is bad if it is empty, or if a URL is malformed or occurs twice.
+    """
     checked = []
     for url in urls:
         try:
@@ -62,7 +65,7 @@ def _checked_url(url: str) -> str:
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """ValueError gives a reason to be appended to a sentence."""
+    """Splits host:port. The text of a ValueError is a reason that the caller appends to a sentence."""
     host, colon, port = address.rpartition(":")
     if not colon or port.endswith("]"):
         raise ValueError("the port is missing")
@@ -106,7 +109,7 @@ def read_urls(path: Path) -> list[str]:
 
 
 def named_urls(inference: "Inference") -> list[str]:
-    """Returns the URLs of ``[inference]``; none if the file is missing, which only rank 0 needs."""
+    """Returns the URLs of ``[inference]``. If the file, which only rank 0 needs, is missing, returns none."""
     if inference.urls_file is None:
         return checked_urls(inference.urls, "inference.urls") if inference.urls else []
     path = Path(inference.urls_file)
@@ -116,8 +119,8 @@ def named_urls(inference: "Inference") -> list[str]:
 class UrlsFile:
     """Follows the changes of ``inference.urls_file``.
 
-    A file that is written in place may look complete for a moment (``:80`` of ``:8000``), so
-    :meth:`poll` reports a change only after two successive calls found the file the same.
+    A file that is written in place may look complete for a moment (``:80`` of ``:8000``). So
+    :meth:`poll` reports a change only when two successive calls have found the same new state.
     """
 
     name = "inference.urls_file"
@@ -128,13 +131,13 @@ class UrlsFile:
         self._moving: _Mark | None = None
 
     def read(self) -> list[str]:
-        """Returns the URLs, or raises ValueError; :meth:`poll` does not report this state again."""
+        """Reads the URLs, or raises ValueError. :meth:`poll` does not report this state of the file."""
         # Before the file is read, so that a write during the read counts as a change.
         self._taken = self._moving = self._mark()
         return read_urls(self._path)
 
     def poll(self) -> list[str] | None:
-        """Returns changed URLs; raises ValueError once for each change to a file without servers."""
+        """Returns the URLs if the file has changed; raises ValueError once if the new file is unusable."""
         mark = self._mark()
         stands_still, self._moving = mark == self._moving, mark
         if mark == self._taken or not stands_still:

@@ -32,10 +32,10 @@ async def wait_until_up(
 ) -> None:
     """Returns when every server is up and has passed the check.
 
-    ``check`` is called once with each server that is up, or refuses to say so; if it raises
-    :class:`WrongServer`, no other is waited for. ``tell`` gets messages about each missing server,
-    at growing intervals. RuntimeError, with the end of the log, means that a launched server has
-    ended; TimeoutError that one is not up in time.
+    ``check`` is called with each server that is up, or that refuses the question; if it raises
+    :class:`WrongServer`, the other waits end. ``tell`` gets messages about each missing server, at growing
+    intervals. Raises RuntimeError, with the end of the log, if a launched server has ended, and
+    TimeoutError if a server is not up in time.
     """
     launched = {server.url: server for server in servers}
     waits = [
@@ -84,7 +84,7 @@ class _Wait:
             await asyncio.sleep(_POLL_SECONDS)
 
     def _look(self) -> None:
-        """Looks at the process, which may end while an answer is awaited, and reminds."""
+        """Raises RuntimeError if the server's process has ended; otherwise reminds the user if it is time."""
         if self.server is not None and self.server.process.poll() is not None:
             raise RuntimeError(
                 f"A server must stay up, but it ended early. {self.server.describe_end()}"

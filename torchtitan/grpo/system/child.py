@@ -1,12 +1,12 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Child processes that cannot outlive their owner, and whatever they have started.
+"""Starts child processes. Neither they nor the processes that they start can outlive their owner.
 
-Every child has its own session: Ctrl-C reaches only its owner, which ends it in order. If the owner
-dies before, the kernel sends the child SIGTERM (on Linux). A program that leaves session and parent
+Every child has its own session, so Ctrl-C reaches only its owner, which shuts the child down. If the owner
+dies first, the kernel sends the child SIGTERM (on Linux). A program that leaves session and parent
 (``setsid``, a double fork) becomes a child of the process that called :func:`adopt_orphans` (on
-Linux), or, if that was killed, is found by ``RUN_VARIABLE`` in its environment.
+Linux). If that process was killed, the program is found by ``RUN_VARIABLE`` in its environment.
 """
 
 import contextlib
@@ -55,7 +55,7 @@ def die_with_parent() -> None:
 
 
 def end_with_parent() -> None:
-    """Has a thread end this process, which another program started, soon after its parent."""
+    """Starts a thread that ends this process soon after its parent, another program, has ended."""
     if _watches_parent.acquire(blocking=False):
         watch = threading.Thread(
             target=_watch_parent, args=(os.getppid(),), name="parent-watch", daemon=True
@@ -77,10 +77,10 @@ def child_command(
     signum: int = signal.SIGTERM,
     limits: Mapping[int, tuple[int, int]] | None = None,
 ) -> list[str]:
-    """Returns what to run so that the command gets a signal when the thread that starts it ends.
+    """Wraps a command so that it gets the signal ``signum`` when the thread that starts it ends.
 
-    ``limits`` are the soft and the hard limit of each resource. Raises OSError if there is no such
-    program in the ``PATH`` of ``env``.
+    ``limits`` maps resources to their soft and hard limits. Raises OSError if the program is not in the
+    ``PATH`` of ``env``.
     """
     path = (os.environ if env is None else env).get("PATH")
     if shutil.which(command[0], path=path) is None:
@@ -99,7 +99,8 @@ def start_child(
 ) -> subprocess.Popen:
     """Starts a child that ends with the calling thread; see :func:`die_with_parent`.
 
-    Output is appended to ``log_file``, private and limited, or goes where this process's goes.
+    Its output is appended to ``log_file``, which only this user can read and whose size is limited.
+    Without ``log_file``, it goes where this process's output goes.
     """
     with contextlib.nullcontext() if log_file is None else open_log(log_file) as output:
         child = subprocess.Popen(
@@ -125,9 +126,9 @@ def open_log(path: Path) -> IO[bytes]:
 
 
 def stop_children(children: Sequence[subprocess.Popen], grace_seconds: float = 3.0) -> None:
-    """Ends children and their sessions; SIGKILL follows after ``grace_seconds`` for all together.
+    """Sends SIGTERM to the sessions of all children, and SIGKILL when ``grace_seconds`` have passed.
 
-    Python's trackers of shared memory come last: they remove what others left, and end.
+    Python's resource trackers are killed last, because they remove shared memory that others left behind.
     """
     for child in children:
         _signal_session(child, signal.SIGTERM)
@@ -150,7 +151,7 @@ def _signal_session(child: subprocess.Popen, signum: int) -> None:
 
 
 def _kill_all_but_trackers(child: subprocess.Popen) -> list[psutil.Process]:
-    """Kills a child's session; returns the trackers, which are left running."""
+    """Kills a child's session except Python's resource trackers, which are returned."""
     trackers: list[psutil.Process] = []
     for pid in psutil.pids():
         with contextlib.suppress(OSError, psutil.Error):
@@ -176,7 +177,7 @@ def describe_status(status: int | None) -> str:
 
 
 def adopt_orphans() -> None:
-    """Makes this process the parent of descendants that lose theirs (on Linux), and reaps them."""
+    """Makes this process the parent of descendants whose own parent has ended (on Linux), and reaps them."""
     if _libc is not None:
         _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
         threading.Thread(target=_reap_orphans, name="orphan-reaper", daemon=True).start()

@@ -1,13 +1,13 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The first program of a child process: sets what it needs, and becomes the child's own program.
+"""The first program of a child process: sets its signal and limits, and then executes the child's command.
 
     python -I -S child_begin.py PARENT SIGNAL LIMITS COMMAND...
 
-Hooks that run between fork and exec (``preexec_fn``) could set the same. But if another thread is
-just being started or ended, the forked Python waits forever for a lock of that thread, and its
-parent for the child.
+Hooks that run between fork and exec (``preexec_fn``) could set the same. But if another thread of the
+parent is just being started or ended, the forked Python waits forever for a lock of that thread, and
+the parent waits forever for the child.
 """
 
 import ctypes

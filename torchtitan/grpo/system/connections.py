@@ -1,10 +1,10 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Bounds the connections of an HTTP server, which aiohttp and uvicorn do not.
+"""Limits the connections of an HTTP server, which aiohttp and uvicorn do not do.
 
-Late headers close a connection, and one of too many is closed for a new one so that nobody is shut
-out. Servers in other environments use this module: it needs only the standard library.
+A connection is closed if its headers are late. At the limit, an old connection is closed to make room for
+a new one. Servers in other environments use this module, so it needs only the standard library.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ _BUSY = (
 
 
 def body_seconds(num_bytes: int, most: float = _BODY_SECONDS) -> float:
-    """The time, at most ``most``, from a body's beginning until more of it must have arrived."""
+    """Returns how long after a body's beginning more than ``num_bytes`` of it must have arrived."""
     return min(most, _BODY_GRACE_SECONDS + num_bytes / _SLOWEST_BYTES_PER_SECOND)
 
 
@@ -83,12 +83,12 @@ class ConnectionLimits:
         return _LimitedProtocol(self, self._make_inner())
 
     def make_room(self, host: str) -> bool:
-        """Returns whether one more connection may be served; may close another one for it.
+        """Returns whether a new connection of ``host`` may be served; may close another one for it.
 
-        It closes an idle one: of those without a key, else of all, the longest idle one of the host
-        with the most. If none is idle, it closes the oldest busy one without a key, if its host has
-        more of them than the new one's. So a host can shut out only itself, and nobody without a key
-        shuts out those with one.
+        At the limit, it closes the longest idle connection of the host that has the most idle ones;
+        connections with a key are closed only if all others are busy. If none is idle, it closes the
+        oldest busy one without a key, provided that its host has more of them than ``host``. So a host
+        can shut out only itself, and clients without a key cannot shut out those with one.
         """
         if self.num_open < self.max_connections:
             return True
@@ -108,7 +108,7 @@ class ConnectionLimits:
         by_host.setdefault(connection.host, {})[connection] = None
 
     def forget(self, connection: "_LimitedProtocol") -> None:
-        """Further calls do nothing."""
+        """Stops counting a connection. Further calls do nothing."""
         if connection.place is None:
             return
         by_host, connection.place = self._open[connection.place], None

@@ -11,11 +11,11 @@ _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 def share_cores(num_processes: int) -> None:
-    """Gives each of ``num_processes`` that will be started its share of this machine's cores.
+    """Sets the number of threads of each of ``num_processes`` that will be started on this machine.
 
-    Processes beside them, such as the servers of training ranks, get the same number of threads.
-    Threads therefore sleep while they wait for each other. What the environment says already is
-    kept, and where there is a GPU, nothing is set.
+    Other child processes, such as inference servers, inherit the same number. There may be more threads
+    than cores, so threads sleep while they wait for each other. Variables that the environment already has
+    are kept. Where there is a GPU, nothing is set.
     """
     import torch  # not every process that counts cores needs it
 

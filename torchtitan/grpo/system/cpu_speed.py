@@ -21,11 +21,11 @@ _REPETITIONS = 6
 
 @functools.cache
 def bfloat16_speedup() -> float:
-    """Returns how many times as fast as in float32 this CPU multiplies matrices in bfloat16.
+    """Returns how many times faster this CPU multiplies matrices in bfloat16 than in float32.
 
-    It is measured, once in a process, in some tens of milliseconds of one thread, because a CPU or a virtual
-    machine may be slow at instructions that it has. A CPU without them has 1.0. Two processes may find
-    values on both sides of :data:`FAST`, so one of them must decide for all.
+    A CPU or a virtual machine may have bfloat16 instructions that are slow. The speedup is therefore measured
+    once in a process, for some tens of milliseconds on one thread. A CPU without such instructions has 1.0.
+    One process must decide for all, because others may measure a value on the other side of :data:`FAST`.
     """
     words = _CPU_INFO.read_text().split() if _CPU_INFO.is_file() else []  # only Linux has it
     if _FLAGS.isdisjoint(words):
@@ -39,7 +39,7 @@ def bfloat16_speedup() -> float:
 
 
 def _measured() -> float:
-    """Compares the fastest of interleaved repetitions, in which a busy machine disturbs the least."""
+    """Compares the fastest repetition of each dtype, which other load on the machine disturbs the least."""
     inputs, weight = torch.ones(_TOKENS, _IN), torch.ones(_OUT, _IN)
     operands = [(inputs.to(dtype), weight.to(dtype)) for dtype in (torch.float32, torch.bfloat16)]
     fastest = [float("inf")] * 2

@@ -61,9 +61,9 @@ def settle_device() -> DeviceType:
 
 
 def take_peak_gib() -> float:
-    """Returns the most memory that was reserved on this rank's GPU since the last call.
+    """Returns the peak of the memory reserved on this rank's GPU since the last call, in GiB.
 
-    For a CPU, it is the most that the process has held since its start: the kernel keeps one peak.
+    On a CPU, it is the peak of the process since its start, because the kernel keeps only that one.
     """
     if torch.cuda.is_available():
         peak = torch.cuda.max_memory_reserved()
@@ -76,10 +76,10 @@ def take_peak_gib() -> float:
 
 
 def choose_interfaces() -> None:
-    """Makes the ranks' process groups, made later, use loopback, or the way to the other nodes.
+    """Makes process groups use the interface that leads to the other nodes, or loopback on one node.
 
-    gloo's default is the address of this host's name, NCCL's is the first suitable interface;
-    neither need connect the nodes. The user's settings stay.
+    Call it before they are created. By default, gloo uses the address of this host's name, and NCCL the
+    first suitable interface; neither need connect the nodes. The user's settings stay.
     """
     if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback_interface())
@@ -92,7 +92,7 @@ def choose_interfaces() -> None:
 
 
 def disable_fsdp_gradient_division(model: nn.Module) -> None:
-    """Makes FSDP2 sum gradients: the loss is divided by the tokens of all ranks."""
+    """Makes FSDP2 sum gradients, because the loss is already divided by the tokens of all ranks."""
     from torch.distributed.fsdp import FSDPModule
 
     for module in model.modules():
@@ -110,7 +110,7 @@ def prepare_fsdp_for_gloo(model: nn.Module) -> None:
 
 
 def lower_timeouts(dims: "ParallelDims", timeout_seconds: float) -> None:
-    """As upstream's ``set_pg_timeouts``, which needs a device index. Collective over all ranks."""
+    """Does the same as upstream's ``set_pg_timeouts``, without a device index. Collective over all ranks."""
     groups = [mesh.get_group() for mesh in dims.get_all_one_dimensional_meshes().values()]
     # No rank may use the shorter timeout while another is still in the slow first step.
     dist.barrier()
@@ -122,7 +122,7 @@ def lower_timeouts(dims: "ParallelDims", timeout_seconds: float) -> None:
 
 
 def visible_gpus() -> list[str]:
-    """Returns this machine's GPUs as in ``CUDA_VISIBLE_DEVICES``; its ranks use the first ones."""
+    """Returns this machine's GPUs as in ``CUDA_VISIBLE_DEVICES``. Training ranks use the first ones."""
     if not torch.cuda.is_available():
         return []
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -138,8 +138,8 @@ def num_training_gpus() -> int:
 def new_stream(device: torch.device) -> torch.cuda.Stream:
     """Returns a stream that nothing else uses, for the life of the process.
 
-    ``torch.cuda.Stream()`` hands out 32 in turn, also to NCCL, and users of the same stream wait for each
-    other's queued work (``c10/cuda/CUDAStream.h``).
+    ``torch.cuda.Stream()`` hands out 32 streams in turn, also to NCCL, and work of different users on one
+    stream is serialized (``c10/cuda/CUDAStream.h``).
     """
     return torch.cuda.ExternalStream(_create_stream(device), device=device)
 

@@ -1,9 +1,10 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The environment of launched servers and the rollout process: not a rank's variables, nor keys.
+"""The environment of launched servers and the rollout process, without variables of a rank and without keys.
 
-What clusters set for modules, caches, networks and schedulers cannot be listed, and is passed on.
+All other variables are passed on, because those that clusters set (for modules, caches, networks and
+schedulers) cannot be listed.
 """
 
 import re
@@ -11,7 +12,7 @@ from collections.abc import Collection, Mapping
 from fnmatch import fnmatchcase
 
 RUN_VARIABLE = "TORCHTITAN_GRPO_RUN"
-"""Names a process's rollout process, even if it has left session and parents."""
+"""Its value names the rollout process that started a process, even one that left session and parents."""
 
 # torchrun describes a rank in them. A child that is no rank would take them for its own.
 _OF_RANK = re.compile(r"(LOCAL_)?(RANK|WORLD_SIZE)$|(TORCHELASTIC|GROUP|ROLE|MASTER)_")
@@ -27,7 +28,7 @@ _PROXY = re.compile(r"_proxy$", re.IGNORECASE)  # needed, even if the address ho
 
 
 def without_keys(environ: Mapping[str, str], own: Collection[str] = ()) -> dict[str, str]:
-    """Returns the variables for a child. Patterns in ``own`` keep some that may hold keys."""
+    """Returns the variables for a child. Those that match a pattern in ``own`` are always kept."""
     return {
         name: value
         for name, value in environ.items()

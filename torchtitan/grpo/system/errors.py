@@ -1,14 +1,14 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Expected errors, and the exit statuses of training ranks that whoever starts them must know."""
+"""Expected errors, and the exit statuses of training ranks that a launcher must know."""
 
 STOPPED_BY_GUARD = 3
 """A guard has stopped the run, with a checkpoint. Starting it again would lead to the same place."""
 
 LAST_SAVE_FAILED = 4
-"""The run has taken all its steps, but its last checkpoint could not be written. Started again at once, it
-would take the steps since the one before for nothing."""
+"""The run has taken all its steps, but its last checkpoint could not be written. A restart at once would only
+repeat the steps since the checkpoint before."""
 
 FOLDER_LOST = 5
 """The run's folder was removed, moved, or taken over by another run. A restart would begin anew there."""
@@ -20,7 +20,7 @@ FINAL_STATUSES = (STOPPED_BY_GUARD, LAST_SAVE_FAILED, FOLDER_LOST)
 class RunError(Exception):
     """An error whose message, shown without a traceback, tells what is wrong and what to do.
 
-    ``exit_status`` ``None`` is 2 before training begins, and 1 from then on.
+    If ``exit_status`` is ``None``, the process exits with 2 before training begins, and with 1 from then on.
     """
 
     exit_status: int | None = None

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Recognizes files that should be text in UTF-8 (with or without byte-order mark) and are not."""
+"""Recognizes what a file is that should be UTF-8 text (with or without byte-order mark) and is not."""
 
 import codecs
 import re
@@ -38,7 +38,7 @@ _NEW = "NEW_FILE"
 
 
 def other_format(content: bytes, path: str) -> str | None:
-    """Returns ``it is ...`` and what to do, if the beginning or another part is not UTF-8."""
+    """Says what ``content``, a part of a file, is instead of UTF-8 text, and how to convert it."""
     names = {"path": shlex.quote(path), "new": _NEW}
     for beginning, what, remedy in _BEGINNINGS:
         if content.startswith(beginning):
@@ -63,7 +63,7 @@ def other_format(content: bytes, path: str) -> str | None:
 
 
 def not_json_lines(line: bytes, path: str, *, is_first: bool) -> str | None:
-    """Says why a line is not JSON, as :func:`other_format`, if a parser's message would not help."""
+    """Says why a line is not JSON, and what to do. Returns None where a parser's message is good enough."""
     text = line.strip()
     if found := other_format(text, path):
         return found

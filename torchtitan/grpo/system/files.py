@@ -3,8 +3,8 @@
 
 """Reads only regular files, and writes files whole or not at all.
 
-A pipe waits for a writer that may never come, a device may never end, and some files in ``/proc``
-and ``/sys`` do either. Sizes and checksums of files stand beside them in ``sums_<name>.json``.
+Reading a pipe waits for a writer that may never come, and reading a device may never end. Some files in
+``/proc`` and ``/sys`` are the same. ``sums_<name>.json`` holds sizes and checksums of files beside it.
 """
 
 import contextlib
@@ -62,7 +62,10 @@ def read_regular(path: str | os.PathLike[str]) -> bytes:
 
 
 def check_folder(folder: str | os.PathLike[str], *, below: bool = False) -> None:
-    """Refuses a folder with other than regular files, also ``below``; a missing one passes."""
+    """Raises NotRegularError if a folder holds other than regular files; a missing folder passes.
+
+    ``below`` checks its subfolders as well.
+    """
     for parent, folders, files in os.walk(folder):
         for name in files:
             try:
@@ -106,7 +109,7 @@ def write_whole(file: Path, content: bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes the names in a folder durable."""
+    """Makes the entries of a folder durable, so that new names survive a crash of the machine."""
     with contextlib.suppress(OSError):  # not every system can
         descriptor = os.open(folder, os.O_RDONLY)
         try:
@@ -120,7 +123,7 @@ def write_sums(file: Path, sums: Sums) -> None:
 
 
 def read_sums(folder: Path) -> Sums:
-    """Returns all checksums of a folder; raises ValueError if a file of them is damaged."""
+    """Returns all checksums of a folder; raises ValueError if a file of checksums is damaged."""
     sums: Sums = {}
     for file in sorted(folder.glob("sums_*.json")):
         try:
@@ -142,9 +145,10 @@ def damaged_files(
     *,
     is_wanted: Callable[[str, int], bool] = lambda name, size: True,
 ) -> Iterator[str]:
-    """Yields names of files that differ from what was written, in one of ``num_shares`` shares.
+    """Yields the names of files whose content differs from what was written.
 
-    ``is_wanted`` takes name and written size. A folder without checksums has no damaged files.
+    Looks only at part ``share`` of ``num_shares``, so that ranks can divide the work. ``is_wanted`` gets
+    name and size of each file. A folder without checksums counts as undamaged.
     """
     try:
         sums = read_sums(folder)

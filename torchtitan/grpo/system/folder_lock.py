@@ -8,12 +8,12 @@ every few seconds as a sign of life. Whoever finds the file decides so:
 
     the kernel's lock is held by another       held, also if its process is stopped
     free, holder of this boot of this machine  over: the kernel has seen the process end
-    free, holder of another machine or boot    held while signs of life come: not every file system
-                                               locks across hosts; over once they have stopped
-    the file system has no locks               the same
+    free, holder of another machine or boot    held while signs of life come, over once they have stopped:
+                                               not every file system locks across hosts
+    the file system has no locks               as in the line above
 
-A holder that comes back after a silence may find that the lock is another's, and must end. So must
-one whose folder was removed or moved.
+A process that was silent for a while may find that another one has taken its lock, and must then end. A
+process whose folder was removed or moved must end as well.
 """
 
 import contextlib
@@ -61,8 +61,8 @@ os.register_at_fork(after_in_child=_close_in_child)
 class Holder(msgspec.Struct, frozen=True):
     """What a lock's file says of its holder; all fields are empty if the file is damaged.
 
-    ``launch`` stays the same when the launch starts the process again; ``token`` is random and
-    differs between processes.
+    ``launch`` names the launch of the run, and is the same after a restart of the process by its
+    launcher. ``token`` is random and differs between processes.
     """
 
     host: str = ""
@@ -85,7 +85,10 @@ class FolderInUse(RunError):
 
 
 class FolderLock:
-    """Lock of one folder, a file in it until the release. ``setting`` is the user's name for it."""
+    """Lock of one folder: a file in it that exists until the release.
+
+    ``setting`` is what messages to the user call the folder.
+    """
 
     def __init__(self, file: Path, setting: str, launch: str | None = None) -> None:
         self.file, self._setting = file, setting
@@ -102,10 +105,10 @@ class FolderLock:
         self._last_heard, self._is_heard = 0.0, False
 
     def acquire(self, patience_seconds: float, tell: Callable[[str], None]) -> None:
-        """Takes the lock, or raises FolderInUse after ``patience_seconds``, or OSError.
+        """Takes the lock; raises FolderInUse if another process still has it after ``patience_seconds``.
 
-        The wait, which begins with ``tell``, is at least ``SILENCE_SECONDS`` for a holder that may
-        have ended.
+        Calls ``tell`` with a message before it waits. If the holder may have ended, it waits until a
+        sign of life arrives or ``SILENCE_SECONDS`` are over. Raises OSError if the file cannot be used.
         """
         # While it is open, no other folder gets its number.
         self._folder = os.open(self.file.parent, os.O_RDONLY | os.O_DIRECTORY)
@@ -121,7 +124,7 @@ class FolderLock:
             time.sleep(_POLL_SECONDS)
 
     def _attempt(self) -> tuple[Holder, bool] | None:
-        """Takes the lock, or returns its holder and whether that surely lives."""
+        """Takes the lock, or returns its holder and whether that process is surely alive."""
         descriptor = os.open(self.file, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o666)
         try:
             status = os.fstat(descriptor)
@@ -155,7 +158,7 @@ class FolderLock:
                 os.close(descriptor)
 
     def _is_silent(self, holder: Holder | None, status: os.stat_result) -> bool:
-        """Whether signs of life have long been missing, by this process's own clock."""
+        """Returns whether the file is very old, or has not changed for long by this process's own clock."""
         now, sign = time.monotonic(), (holder, status.st_ino, status.st_mtime_ns)
         if sign != self._last_sign:
             self._is_heard = self._last_sign is not None
@@ -187,7 +190,7 @@ class FolderLock:
         )
 
     def beat(self) -> str | None:
-        """Gives a sign of life; returns why this process no longer has the folder, if so."""
+        """Gives a sign of life. Returns why this process no longer holds the folder, or None if it does."""
         with contextlib.suppress(OSError):
             if not _is_same(self.file.parent, self._folder):
                 return (
@@ -207,7 +210,7 @@ class FolderLock:
         return None
 
     def release(self) -> None:
-        """Further calls do nothing."""
+        """Gives the lock back and removes its file. Further calls do nothing."""
         with contextlib.suppress(OSError):
             held = self._descriptor
             if held >= 0 and _is_same(self.file, held) and _read_holder(held) == self._own:
@@ -232,7 +235,7 @@ def peek(file: Path) -> Holder | None:
 
 
 def living_holder(file: Path) -> Holder | None:
-    """Returns the holder of a lock, as far as that can be told without taking the lock or waiting."""
+    """Returns the holder that a lock seems to have, found without taking the lock or waiting."""
     try:
         with _opened(file) as descriptor:
             holder, locked = _read_holder(descriptor), _try_flock(descriptor, fcntl.LOCK_SH)
@@ -266,7 +269,7 @@ def _read_holder(descriptor: int) -> Holder | None:
 
 
 def _try_flock(descriptor: int, mode: int = fcntl.LOCK_EX) -> bool | None:
-    """Returns whether the kernel's lock was free and is now held; None if there are no locks."""
+    """Tries to take the kernel's lock; returns whether it did, or None if the file system has no locks."""
     try:
         fcntl.flock(descriptor, mode | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -281,7 +284,7 @@ def _try_flock(descriptor: int, mode: int = fcntl.LOCK_EX) -> bool | None:
 class HeldFolders:
     """Locks of this process, and the thread that gives their signs of life.
 
-    If one is lost, that thread calls ``on_lost`` with a message.
+    If a lock is lost, that thread calls ``on_lost`` with a message.
     """
 
     def __init__(
@@ -314,7 +317,7 @@ class HeldFolders:
             lock.release()
 
     def close(self) -> None:
-        """Further calls do nothing."""
+        """Ends the thread and releases all locks. Further calls do nothing."""
         self._end.set()
         self._thread.join(_CLOSE_SECONDS)
         self._release()

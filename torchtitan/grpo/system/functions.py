@@ -32,10 +32,11 @@ _OUTSIDE_STATUS = {401, 402, 407, 408, 425, 429, *range(500, 600)}  # a key or q
 
 
 def load_function(path: str, what: str, builtin: Iterable[str]) -> Callable[..., Any]:
-    """Returns the user's function or class, or raises ValueError that begins with ``what``.
+    """Returns the user's function or class. Raises ValueError if there is none.
 
     ``path`` is ``package.module:function``, ``package.module.function`` or
-    ``path/to/file.py:function``. The message names ``builtin``, too.
+    ``path/to/file.py:function``. The message of the error begins with ``what``; for a malformed
+    ``path`` it lists the functions ``builtin`` as well.
     """
     subject = f"{what} {path!r}"
     module_name, name = split_path(path, what, builtin)
@@ -55,13 +56,13 @@ def load_function(path: str, what: str, builtin: Iterable[str]) -> Callable[...,
 
 
 def find_neighbours() -> None:
-    """Lets modules of the current folder be imported; none of them shadows an installed one."""
+    """Makes modules of the current folder importable. Installed modules of the same name come first."""
     if (folder := os.getcwd()) not in sys.path:
         sys.path.append(folder)
 
 
 def split_path(path: str, what: str, builtin: Iterable[str]) -> tuple[str, str]:
-    """Returns the module or file, and the function, that a path names; see :func:`load_function`."""
+    """Splits a path into module (or file) and function; see :func:`load_function`."""
     module_name, mark, name = path.rpartition(":")
     if not mark:
         module_name, mark, name = path.rpartition(".")
@@ -74,7 +75,7 @@ def split_path(path: str, what: str, builtin: Iterable[str]) -> tuple[str, str]:
 
 
 def describe_error(error: BaseException) -> str:
-    """Returns type and text of an exception of the user's code, whose text may be anything."""
+    """Returns type and text of an exception of the user's code, shortened, even if its ``str`` fails."""
     try:
         text = str(error)
     except Exception as second:
@@ -83,7 +84,7 @@ def describe_error(error: BaseException) -> str:
 
 
 def chain_of(error: BaseException) -> Iterator[BaseException]:
-    """Yields an error and what it was raised from, or while that was handled."""
+    """Yields an error, and then the members, causes and contexts of all errors yielded so far."""
     found = [error]
     for each in itertools.islice(found, 64):  # a user's chain may be a circle
         yield each
@@ -93,7 +94,7 @@ def chain_of(error: BaseException) -> Iterator[BaseException]:
 
 
 def failure_kind(error: BaseException) -> str:
-    """Names an exception of the user's code, and says if a service or this machine is a cause."""
+    """Names an exception of the user's code; begins with "outside" if a service or this machine is a cause."""
     is_outside = any(map(_is_outside, chain_of(error)))
     return f"{'outside: ' if is_outside else 'raised '}{type(error).__name__}"
 
@@ -109,7 +110,7 @@ def _is_outside(error: BaseException) -> bool:
 
 
 def code_holder(function: Callable[..., Any]) -> Any:
-    """The Python function that runs: within partial functions, or the method of an object."""
+    """Returns the code behind a callable: unwraps partial functions, and takes an object's ``__call__``."""
     while isinstance(function, functools.partial):
         function = function.func
     if inspect.isroutine(function) or isinstance(function, type):
@@ -118,7 +119,7 @@ def code_holder(function: Callable[..., Any]) -> Any:
 
 
 def user_line(error: BaseException, function: Callable[..., Any] | None = None) -> str:
-    """The last line of a function's own file on the way to where it raised, or else of any file."""
+    """Describes the last line in the traceback that is in the function's own file, or else in any file."""
     found = traceback.extract_tb(error.__traceback__)
     frames = [f for f in found if not f.filename.startswith("<frozen") and f.filename != __file__]
     code = getattr(inspect.unwrap(code_holder(function)), "__code__", None) if function else None

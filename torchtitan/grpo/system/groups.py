@@ -39,7 +39,7 @@ def leader_address() -> str:
 
 
 def route_address(setting: str, server_url: str) -> str:
-    """Resolves ``weight_sync.master_address``: this host's address on the route to a server."""
+    """Resolves ``weight_sync.master_address``: "auto" is this host's address on the route to a server."""
     if setting != "auto":
         return setting
     url = urlsplit(server_url)
@@ -49,7 +49,7 @@ def route_address(setting: str, server_url: str) -> str:
 def listening_store(
     address: str, world_size: int | None, timeout_seconds: float, port: int = 0
 ) -> dist.TCPStore:
-    """Port 0 is a free one. Raises OSError if the store cannot listen there."""
+    """Returns a store that listens at an address, on a free port for 0; raises OSError if it cannot."""
     family, _, _, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     listener = socket.create_server(target[:2], family=family)
     return dist.TCPStore(

@@ -46,10 +46,10 @@ def pin(
     purpose: str = "weight snapshots",
     remedy: str = "lower weight_sync.max_versions",
 ) -> None:
-    """Pins existing memory, so that a GPU's copy engines reach it without the CPU, for good.
+    """Pins existing memory for good, so that a GPU's copy engines reach it without the CPU.
 
-    Each process must pin its own mapping. Pinning waits for the device, so it belongs to a run's
-    start. RuntimeError is a refusal, for instance because of a limit of locked memory.
+    Each process must pin its own mapping. Pinning waits for the device, so do it at a run's start. Raises
+    RuntimeError if CUDA refuses, for instance because of the limit of locked memory.
     """
     cudart: Any = torch.cuda.cudart()
     for tensor in tensors:
@@ -71,9 +71,9 @@ def own_memory(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class SlotOffer:
-    """How another rank of this host maps the slots of this one, one after the other in a file.
+    """What another rank of this host needs to map this rank's slots, which follow each other in a file.
 
-    Elsewhere ``path`` may name another file, which lacks ``secret`` as its last bytes.
+    On another host ``path`` may name a different file. So the right one ends with ``secret``.
     """
 
     path: str
@@ -92,7 +92,7 @@ class SlotOffer:
 
 
 class SharedSlots:
-    """A source's slots, [slot_bytes] uint8 tensors of zeros, and their ``offer`` to other ranks."""
+    """New shared slots, [slot_bytes] uint8 tensors of zeros, and the ``offer`` for ranks that map them."""
 
     def __init__(self, slot_bytes: int, num_slots: int) -> None:
         self._file = os.memfd_create("grpo-snapshot-slots")
@@ -108,7 +108,7 @@ class SharedSlots:
         self.slots = self.offer.slots_in(memory)
 
     def close(self) -> None:
-        """Lets nobody else map the slots."""
+        """Ends the offer: no further process can map the slots. Existing mappings stay."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1

@@ -25,7 +25,7 @@ def init_logger() -> None:
 
 
 class _LastingFile(io.FileIO):
-    """Loses what a closed terminal, a reader that has ended or is slow, or a full disk does not take."""
+    """A file that drops output which it cannot write: a terminal or reader is gone or slow, or a disk full."""
 
     def write(self, data: Any, /) -> int:
         with contextlib.suppress(OSError):
@@ -34,7 +34,7 @@ class _LastingFile(io.FileIO):
 
 
 def outlive_readers() -> None:
-    """Makes prints of this process fail no longer: a run does not depend on who reads its output."""
+    """Makes prints of this process never fail, so that a run does not depend on who reads its output."""
     for name in ("stdout", "stderr"):
         with contextlib.suppress(OSError, AttributeError):  # closed, or no file
             old = getattr(sys, name)

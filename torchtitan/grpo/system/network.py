@@ -61,7 +61,7 @@ def interface_of(address: str) -> str | None:
 
 
 def address_of(interface: str) -> str:
-    """Returns an interface's address, IPv4 before IPv6; ValueError lists usable interfaces."""
+    """Returns an interface's address, IPv4 before IPv6; raises ValueError, which lists usable interfaces."""
     usable = _addresses(socket.AF_INET6) | _addresses(socket.AF_INET)
     if interface not in usable:
         listed = ", ".join(f"{name} ({own[0]})" for name, own in sorted(usable.items()))

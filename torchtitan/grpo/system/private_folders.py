@@ -1,11 +1,12 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Temporary folders of processes; those of killed ones are removed when the next one is made.
+"""Temporary folders of processes. Folders that killed processes left are removed when a new one is made.
 
-Each process holds a lock on its folder, which ends with it; process numbers mean nothing in another
-container. Files with random names that programs such as SGLang leave in shared memory are noted
-there (:func:`note_held`), and removed with it if nobody holds them.
+Each process holds a lock on its folder, which the kernel releases when the process ends. (Its process
+number would not do, because it means nothing in another container.) Programs such as SGLang leave files
+with random names in shared memory. These are noted in the folder (:func:`note_held`), and are removed
+together with it, unless a process still uses them.
 """
 
 import contextlib
@@ -33,7 +34,7 @@ _ALL_PROCESSES = 0xEFFFFFFC
 
 
 def make_private_folder(purpose: str) -> Path:
-    """Returns a new folder of this user, with a path short enough for Unix sockets in it."""
+    """Makes a folder that only this user can open, with a path short enough for Unix sockets in it."""
     prefix = f"torchtitan-grpo-{purpose}-{os.getpid()}-"
     parent = tempfile.gettempdir()
     if len(parent) + len(prefix) > _LONGEST_FOLDER - 10:
@@ -79,10 +80,10 @@ def _is_locked(folder: Path) -> bool:
 
 
 def note_held(session: int, folder: Path) -> None:
-    """Adds the shared memory that a session's processes hold now to the notes in ``folder``.
+    """Adds the shared memory that a session's processes use now to the notes in ``folder``.
 
-    So are younger semaphores of Python that nobody holds, which vLLM and SGLang leave, except in a
-    container, which does not see holders in others.
+    Also adds Python's semaphores that are younger than the session and that no process uses: vLLM and
+    SGLang leave such ones. In a container it leaves them out, because it cannot see who else uses them.
     """
     # The files are listed before the processes, so that a file that is made meanwhile is not noted.
     files, young = _files(), _semaphores_since(session)
@@ -153,7 +154,7 @@ def _files() -> dict[str, int]:
 
 
 def _held_by(pid: int) -> set[int]:
-    """Inodes of mapped shared memory; names do not tell, as a new semaphore has a temporary one."""
+    """Returns inodes of the shared memory that a process has mapped, as a semaphore's name may be temporary."""
     prefix = f" {_SHARED_MEMORY}/"
     with open(f"/proc/{pid}/maps", encoding="utf-8", errors="replace") as maps:
         return {int(line.split()[4]) for line in maps if prefix in line}

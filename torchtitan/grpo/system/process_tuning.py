@@ -27,8 +27,8 @@ _LEAST_FILES, _FILES_OF_RUN = 1024, 4096
 def yield_to_training() -> None:
     """Lowers the priority of the calling thread, and of every thread that it starts.
 
-    A thread for batch work does not preempt the one that wakes it up. Only Linux follows these
-    hints. All threads also release the interpreter sooner.
+    It also makes them batch threads, which do not preempt the thread that wakes them up. Both work on Linux
+    only. All threads of the process release Python's interpreter lock sooner.
     """
     sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_SECONDS))
     if not hasattr(os, "SCHED_BATCH"):
@@ -42,10 +42,10 @@ def yield_to_training() -> None:
 def map_large_blocks() -> None:
     """Keeps asyncio's receive buffers out of glibc's heap, which would otherwise grow for days.
 
-    asyncio receives into 256 KiB and shrinks the block; small blocks that live longer scatter over
-    the freed rest. glibc would map large blocks separately, but raises this threshold as it frees
-    larger ones. Mapping costs a system call and page faults: a process that computes with large
-    arrays should not call this.
+    asyncio receives into a block of 256 KiB and shrinks it to the data. Long-lived small blocks then scatter
+    over the freed rest. By default, glibc maps large blocks separately, but raises its threshold for "large"
+    whenever it frees a larger one; this function fixes the threshold. Mapping costs a system call and page
+    faults, so a process that computes with large arrays should not call it.
     """
     if sys.platform != "linux":
         return
@@ -68,9 +68,10 @@ def return_free_memory() -> None:
 def spare_collections() -> None:
     """Makes the garbage collector block the event loop more rarely and for a shorter time.
 
-    Existing objects stay to the end, so they are excluded. A thousand completions in flight add
-    about 150 each: full collections become ten times rarer, one in two minutes. Reference cycles
-    must be rare; each connection that asyncio has closed is one (see `IDLE_SECONDS`).
+    Existing objects live as long as the process, so they are excluded from collections. A thousand
+    completions in flight add about 150 objects each, so full collections are made ten times rarer: one in
+    two minutes. Reference cycles must be rare; asyncio leaves one for each closed connection
+    (see `IDLE_SECONDS`).
     """
     gc.collect()
     gc.freeze()
@@ -79,7 +80,7 @@ def spare_collections() -> None:
 
 
 def require_open_files() -> None:
-    """Raises the limit of open files, which children inherit, or RunError if that is too low."""
+    """Raises the limit of open files, which children inherit; raises RunError if it stays too low."""
     if (limit := raise_file_limit(_FILES_OF_RUN)) < _LEAST_FILES:
         raise RunError(
             f"A run must be allowed to open {_LEAST_FILES} files at once, for its connections, got "

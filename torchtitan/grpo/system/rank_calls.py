@@ -22,7 +22,7 @@ _MARK = "__is_operation__"
 
 
 class RankCallFailed(RuntimeError):
-    """A call failed on another rank, whose message this is."""
+    """A call failed on another rank. The message is that rank's."""
 
 
 class Call(msgspec.Struct):
@@ -45,7 +45,7 @@ class Served(Protocol):
 
 
 def operation(method: Method) -> Method:
-    """Marks a coroutine method that rank 0 may call; msgspec encodes its positional arguments."""
+    """Marks a coroutine method that rank 0 may call. Arguments are positional, and encoded by msgspec."""
     setattr(method, _MARK, True)
     return method
 
@@ -58,9 +58,9 @@ def operations_of(interface: type) -> dict[str, Any]:
 def remote(
     interface: type[T], call: Callable[..., Awaitable[Any]], rank: int, timeout_seconds: float
 ) -> T:
-    """Returns rank 0's form of an object of another rank: its ``rank`` and its operations.
+    """Returns rank 0's proxy of an object on another rank. It has the operations, and the ``rank``.
 
-    ``timeout_seconds`` must exceed the timeouts that the methods apply themselves.
+    ``timeout_seconds`` bounds each call, and must exceed the timeouts that the methods apply themselves.
     """
     calls = {
         name: functools.partial(call, rank, name, result_type, timeout_seconds)

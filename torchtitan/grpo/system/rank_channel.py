@@ -4,11 +4,11 @@
 """A connection of every rank with rank 0, on a background thread of each rank, with two services.
 
 - Every rank soon learns that another one has died, and in which phase, before a collective with it
-  fails. Each sends its status when it changes, and once a second. A connection that closes without
-  a farewell is a dead process; a silent one is a frozen process or a lost host. Rank 0 tells the
-  others which rank it was, and they see by themselves if it was rank 0.
-- Rank 0 calls objects on other ranks (`rank_calls.py`), also at the same time. Calls to a lost rank
-  fail at once.
+  fails. Each rank sends its status once a second, and when it changes. A connection that closes without
+  a farewell means a dead process; a silent one means a frozen process or a lost host. Rank 0 tells the
+  others which rank was lost; the loss of rank 0 they see by themselves.
+- Rank 0 calls objects on other ranks (`rank_calls.py`), also several at the same time. Calls to a lost
+  rank fail at once.
 
 Rank 0 listens where the others reach it, or on loopback if all are on one host. The first message
 must carry a secret, which rank 0 gives out over the process group.
@@ -44,14 +44,14 @@ _MAX_BYTES = 64 * 2**20
 
 
 class RankLost(RuntimeError):
-    """This rank cannot go on because another one is lost, which has been reported."""
+    """This rank cannot go on because another one is lost. The loss has been reported already."""
 
 
 class Message(msgspec.Struct, omit_defaults=True):
     """A message between ranks.
 
-    ``secret`` is in the first one; ``lost`` is a rank that rank 0 has lost.
-    After a ``farewell`` the connection's end is no loss; ``failed`` then means an error.
+    Only the first message has a ``secret``. ``lost`` is a rank that rank 0 has lost. After a ``farewell``,
+    the end of the connection is no loss, unless the sender says that it has ``failed``.
     """
 
     status: Status | None = None
@@ -64,7 +64,7 @@ class Message(msgspec.Struct, omit_defaults=True):
 
 
 class _Peer:
-    """One end of a connection. ``status`` is None while the other end is a stranger."""
+    """The other end of a connection. Its ``status`` is None until it has shown the secret."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
@@ -73,7 +73,7 @@ class _Peer:
         self._has_left = self._has_failed = False
 
     def send(self, message: Message) -> None:
-        """Sends without waiting. A peer that does not read is found by its silence."""
+        """Sends without waiting. A peer that no longer reads is noticed because it no longer sends, either."""
         if not self._writer.is_closing():
             body = msgspec.msgpack.encode(message)
             self._writer.write(len(body).to_bytes(4, "big") + body)
@@ -94,7 +94,7 @@ class _Peer:
         return time.monotonic() - self._heard_at
 
     def loss(self, silent_seconds: float = 0.0) -> LostRank | None:
-        """The loss of this peer, unless it is a stranger or has ended in order."""
+        """Returns this peer as a lost rank, or None if it is a stranger or has ended in order."""
         if self.status is None or (self._has_left and not self._has_failed):
             return None
         return LostRank(self.status, silent_seconds, self._has_failed)
@@ -108,9 +108,9 @@ class _Peer:
 
 
 class RankChannel:
-    """This rank's end of the channel. A rank is lost after ``silence_seconds``.
+    """This rank's end of the channel. A rank counts as lost after ``silence_seconds`` without a message.
 
-    ``on_lost`` is called once, on the channel's thread, for the first, also in ``lost``.
+    ``on_lost`` is called once, on the channel's thread, with the first lost rank, which ``lost`` then holds.
     """
 
     def __init__(self, silence_seconds: float, on_lost: Callable[[LostRank], None]) -> None:
@@ -135,7 +135,7 @@ class RankChannel:
         self._deliver: Callable[[Call], None] | None = None
 
     def start(self) -> None:
-        """Connects the ranks. Collective over all ranks, with the process group."""
+        """Connects the ranks. Collective over all ranks of the default process group."""
         self._rank, self._num_others = dist.get_rank(), dist.get_world_size() - 1
         if self._num_others == 0:
             return
@@ -164,7 +164,7 @@ class RankChannel:
 
     @property
     def _backlog(self) -> int:
-        """Room for all ranks, which connect at once, beside strangers."""
+        """How many connections may wait: all ranks, which connect at once, and some strangers."""
         return self._num_others + _MAX_STRANGERS
 
     def raise_if_lost(self) -> None:
@@ -172,11 +172,11 @@ class RankChannel:
             raise RankLost(f"Training rank {self.lost.status.rank} is lost.")
 
     def wait_lost(self, timeout_seconds: float) -> bool:
-        """Waits until ``on_lost`` has returned, so that the caller may end; False if it has not."""
+        """Waits until ``on_lost`` has returned, so that the process may end; False after the timeout."""
         return self._thread is not None and self._lost_event.wait(timeout_seconds)
 
     def close(self, *, failed: bool = False) -> None:
-        """Says farewell and ends the thread; if ``failed``, the others cannot go on."""
+        """Says farewell and ends the thread. With ``failed``, the other ranks count this one as lost."""
         if not self._is_closing:
             self._is_closing, self._has_failed = True, failed
             self._post(self._closing.set)
@@ -189,9 +189,10 @@ class RankChannel:
     async def call(
         self, rank: int, method: str, result_type: Any, timeout_seconds: float, *arguments: Any
     ) -> Any:
-        """Calls a method on another rank from rank 0. Raises its OSError, or TimeoutError.
+        """Calls a method on another rank from rank 0.
 
-        RankCallFailed is any other error, or a rank that no longer answers.
+        Raises TimeoutError, OSError if the method raised one, or RankCallFailed if it raised another
+        error or if the rank no longer answers.
         """
         assert self._loop is not None, "the channel must be started before a call"
         asking = self._ask(rank, method, timeout_seconds, list(arguments))
@@ -202,10 +203,10 @@ class RankChannel:
         return msgspec.msgpack.decode(answer.result, type=result_type)
 
     async def serve(self, served: Sequence[Served]) -> None:
-        """Answers calls, earlier ones too, until cancelled, as tasks of the running event loop.
+        """Answers calls until cancelled, as tasks of the running event loop, also those that came before.
 
-        At the end, calls under way are refused and the ``served``, with operations of different
-        names, are closed.
+        The objects ``served`` must have operations of different names. At the end, calls under way are
+        refused, and the objects are closed.
         """
         methods = {name: getattr(one, name) for one in served for name in operations_of(type(one))}
         loop, inbox = asyncio.get_running_loop(), asyncio.Queue[Call]()
@@ -275,9 +276,10 @@ class RankChannel:
                 await asyncio.gather(*(peer.wait_closed() for peer in peers))
 
     async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serves a connection on rank 0. Strangers are sent nothing, and are no loss.
+        """Serves a connection on rank 0, which is a stranger's until the secret has arrived.
 
-        Without the secret in time, or as the oldest of too many, a stranger is closed.
+        Strangers are sent nothing, and their end is no loss. A stranger's connection is closed if the
+        secret does not come in time, or if there are too many and it is the oldest.
         """
         stranger = _Peer(reader, writer)
         self._strangers.append(stranger)

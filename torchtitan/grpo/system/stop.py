@@ -20,7 +20,7 @@ _AGENT_POLL_SECONDS = 1.0
 
 
 def stop_signals() -> tuple[signal.Signals, ...]:
-    """Returns what asks this process to end: SIGHUP as well, unless it is ignored (``nohup``)."""
+    """Returns the signals that ask this process to end. SIGHUP is left out if it is ignored (``nohup``)."""
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         return signal.SIGINT, signal.SIGTERM
     return signal.SIGINT, signal.SIGTERM, signal.SIGHUP
@@ -29,13 +29,12 @@ def stop_signals() -> tuple[signal.Signals, ...]:
 class StopRequest:
     """Turns stop signals into a flag, ``signum``, that the training loop reads.
 
-    SIGHUP, as from a closed terminal, counts as SIGTERM, and so does the death of torchrun, since
-    nothing else would end its ranks. A rank may get one from the terminal and one from torchrun, so
-    further ones do nothing. A process that still runs ``timeout_seconds`` later is ended, and with it
-    its children.
+    SIGHUP, as from a closed terminal, counts as SIGTERM. So does the death of torchrun, since nothing else
+    would end its ranks. A rank may get one signal from the terminal and one from torchrun, so only the first
+    counts. A process that still runs ``timeout_seconds`` later is ended, together with its children.
 
-    Python runs handlers on the main thread, which may be inside a collective that waits for a dead
-    rank. But the interpreter also writes the signal to a pipe, whose reader starts the clock.
+    Python runs signal handlers on the main thread, which may be stuck in a collective with a dead rank. The
+    interpreter therefore also writes the signal to a pipe. The thread that reads it enforces the timeout.
     """
 
     def __init__(self, timeout_seconds: float) -> None:
@@ -76,7 +75,7 @@ class StopRequest:
         return self.requested
 
     def on_hangup(self, callback: Callable[[], None]) -> None:
-        """Makes SIGHUP to this process call back on another thread; one to torchrun ends all ranks."""
+        """Makes SIGHUP to this process call ``callback`` on another thread, in place of ending the run."""
         self._on_hangup = callback
         signal.signal(signal.SIGHUP, self._handle)  # under nohup it was ignored
         logger.info("To read inference.urls_file again at once: kill -HUP %d", os.getpid())

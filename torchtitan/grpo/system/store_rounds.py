@@ -1,12 +1,13 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Keeps the ranks of a restart apart from what earlier ranks left in torchrun's store.
+"""Hides what earlier ranks left in torchrun's store from the ranks of a restart.
 
 The agent's store outlives its ranks, and process groups write the addresses of their members there.
-Restarted ranks would find those of the dead (https://github.com/pytorch/pytorch/issues/135712).
-Agents count restarts each for itself, so the ranks agree on a name that begins all keys of the
-round: rank 0 draws it and gives it to every rank that shows a number which no earlier rank had.
+Restarted ranks would find those of the dead (https://github.com/pytorch/pytorch/issues/135712). All ranks
+of one start (a round) therefore put one name before their keys. The agents' counts of restarts would not
+do, because they may differ. Rank 0 draws the name at random, and gives it to each rank that answers under
+a random number of its own, which no earlier rank can have.
 """
 
 import importlib
@@ -23,7 +24,7 @@ _POLL_SECONDS = 0.02
 
 
 def separate_rounds() -> None:
-    """Makes process groups use only this round's keys; without an agent's store none are older."""
+    """Makes process groups use only this round's keys. Without an agent's store there are no older ones."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
         return
     # Not `dist.rendezvous`, which is a function of the same name.
@@ -41,7 +42,7 @@ def separate_rounds() -> None:
 
 
 def agree_on_round(store: dist.Store, rank: int, world_size: int, timeout_seconds: float) -> str:
-    """Returns this round's name on all ranks; raises TimeoutError if a rank does not come."""
+    """Returns the same name of this round on all ranks. Rank 0 raises TimeoutError if a rank is missing."""
     if rank == 0:
         return _lead(store, world_size, timeout_seconds)
     own = secrets.token_hex(16)

@@ -14,7 +14,7 @@ _MOST_NESTED = 100  # What copies or renders JSON takes stack for each level.
 
 
 def loads(text: str) -> Any:
-    """Reads JSON from outside. Raises ValueError, also for NaN and more than 100 levels."""
+    """Reads untrusted JSON. Raises ValueError if it is malformed, nested too deeply, or holds NaN."""
     text = text.strip()
     value, end = load_at(text, 0)
     if end < len(text):
@@ -40,7 +40,10 @@ def load_at(text: str, place: int) -> tuple[Any, int]:
 
 
 def dumps(value: Any, **options: Any) -> str:
-    """Numbers that are not finite are null; an object then counts them under :data:`COUNT_KEY`."""
+    """Writes JSON with null for numbers that are not finite.
+
+    An object also gets their count, under :data:`COUNT_KEY`.
+    """
     found: list[float] = []
     strict = _strict(value, found)
     if found and isinstance(strict, dict):
@@ -49,13 +52,13 @@ def dumps(value: Any, **options: Any) -> str:
 
 
 def finite(value: Any) -> float | None:
-    """Returns a number that was read if it is finite: files of earlier releases hold NaN."""
+    """Returns a value that was read if it is a finite number, else None: earlier releases wrote NaN."""
     largest = sys.float_info.max  # integers may be larger
     return value if isinstance(value, float | int) and abs(value) <= largest else None
 
 
 def _strict(value: Any, found: list[float]) -> Any:
-    """Returns a copy of plain data without numbers that are not finite, which are added to ``found``."""
+    """Copies plain data with None for numbers that are not finite, and adds these numbers to ``found``."""
     if isinstance(value, dict):
         return {key: _strict(one, found) for key, one in value.items()}
     if isinstance(value, list | tuple):

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Pauses before new attempts, reminders of what is still waited for, and waits that are not broken off."""
+"""Pauses before new attempts, reminders of what is still awaited, and waits that cancellation cannot cut."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -16,7 +16,7 @@ async def wait_at_most(seconds: float, event: asyncio.Event) -> None:
 
 
 async def in_full(coroutine: Coroutine[Any, Any, None]) -> None:
-    """Waits for the end of ``coroutine``, which must have a time limit, even if this is cancelled."""
+    """Awaits ``coroutine`` to its end, even if the caller is cancelled. It must have a time limit itself."""
     task = asyncio.create_task(coroutine)
     try:
         await asyncio.shield(task)
@@ -52,7 +52,7 @@ class Reminders:
         self._longest = longest_seconds
 
     def is_due(self, waited_seconds: float) -> bool:
-        """A reminder that is due then counts as given."""
+        """Returns whether a reminder is due. One that is due counts as given."""
         if waited_seconds < self._next:
             return False
         self._distance = min(2 * self._distance, self._longest)

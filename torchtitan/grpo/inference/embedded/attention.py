@@ -3,13 +3,13 @@
 
 """Attention of one step, over the slots and over the step's own tokens.
 
-Keys and values are not copied for each query head of a group, except in whole prompts on a GPU,
-where it costs little. For one token of each row, the query heads of a group count as query
-positions of one head. For a chunk, the groups are a batch whose heads read the same memory.
+With grouped-query attention, keys and values are not copied for each query head of a group, except in whole
+prompts on a GPU, where it costs little. For one token of each row, the query heads of a group are passed as
+query positions of one head. For a chunk, the groups are passed as a batch whose heads read the same memory.
 
-On a GPU, fused kernels compute all of these shapes, in 16 bits and in float32. Torch's kernel
-without fusion is excluded, so that it is never taken unnoticed, and cuDNN's because it makes a plan
-for each new shape, and lengths change in every step.
+On a GPU, fused kernels compute all of these shapes, in 16 bits and in float32. Torch's unfused kernel is
+excluded, so that it is never used unnoticed. cuDNN's kernel is excluded because it makes a plan for each new
+shape, and lengths change in every step.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -37,7 +37,7 @@ def fused_kernels(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def additive_mask(hidden_from: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns [queries, keys] of 0, and of -inf where ``hidden_from`` is true."""
+    """Returns a mask [queries, keys] that is -inf where ``hidden_from`` is true, and 0 elsewhere."""
     num_queries, num_keys = hidden_from.shape
     padded = -(-num_keys // _MASK_ALIGNMENT) * _MASK_ALIGNMENT
     mask = torch.zeros(num_queries, padded, dtype=dtype, device=hidden_from.device)
@@ -56,10 +56,10 @@ def slot_attention(
 ) -> tuple[torch.Tensor, None]:
     """Computes the attention of one layer, whose ``layer_idx`` selects its slots.
 
-    The query is [1, num_heads, num_tokens, head_dim], in the order of the step's layout, which
-    decides what a token may see, and not ``attention_mask``. Key and value, [1, num_kv_heads,
+    The query is [1, num_heads, num_tokens, head_dim], in the order of the step's layout. The layout decides
+    which positions a token sees; ``attention_mask`` is ignored. Key and value, [1, num_kv_heads,
     num_tokens, head_dim], are in the slots already. Without ``slot_cache``, attention is plain and
-    causal. Returns [batch, num_tokens, num_heads, head_dim], and no weights.
+    causal. Returns [batch, num_tokens, num_heads, head_dim], and no attention weights.
     """
     if slot_cache is None:
         return _causal(query, key, value, scaling).transpose(1, 2).contiguous(), None

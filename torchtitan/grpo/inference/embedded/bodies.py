@@ -37,8 +37,8 @@ class ModelFacts:
 class GenerateBody(msgspec.Struct):
     """The body of ``/generate``: one prompt, or a list of prompts that is answered by a list.
 
-    ``rid`` is also the prefix of the ids of a list's completions. ``logprob_start_len`` holds the
-    first position of each prompt whose logprob is answered, or is -1 for none.
+    ``rid`` is the request's id; for a list, it is the prefix of its completions' ids. ``logprob_start_len``
+    holds, for each prompt, the first position whose logprob is returned, or is -1 for no prompt logprobs.
     """
 
     input_ids: list[int | list[int]]
@@ -120,7 +120,7 @@ def _check_prompt(prompt: Any, max_new_tokens: int, facts: ModelFacts) -> None:
 
 
 class ChatBody(msgspec.Struct, forbid_unknown_fields=True):
-    """The body of ``/v1/chat/completions``, with what a judge needs."""
+    """The body of ``/v1/chat/completions``, with only the fields that an LLM judge needs."""
 
     messages: list[dict[str, Any]]
     model: str = ""
@@ -164,7 +164,7 @@ class PauseBody(msgspec.Struct):
 
 
 class MemoryBody(msgspec.Struct):
-    """The body of both routes for sleep. All memory is released at once, so there are no ``tags``."""
+    """The body of the routes for sleep and wake. All memory is released at once, so there are no ``tags``."""
 
     tags: None = None
 
@@ -208,12 +208,12 @@ class VersionBody(msgspec.Struct):
 
 
 async def read(http: web.Request) -> bytes:
-    """An empty body is an empty object."""
+    """Returns the body of a request. An empty body is read as an empty JSON object."""
     return (await read_body(http, _MAX_BODY_BYTES)).strip() or b"{}"
 
 
 def parse(content: bytes, kind: type[_T]) -> _T:
-    """Parses a body whose unknown fields are ignored; a ValueError names the wrong field."""
+    """Parses a body; raises ValueError, which names the wrong field."""
     try:
         return msgspec.json.decode(content, type=kind)
     except RecursionError as error:

@@ -10,12 +10,12 @@ number of rows and a number of positions that attention reads, and replayed afte
     positions   128, 256, ..., up to the maximum length
 
 Padding rows compute token 0 at position 0. Rows are dense, so the slots of padding rows are
-free, and whoever gets such a slot overwrites it.
+free, and a request that gets such a slot later overwrites it.
 
 A graph's inputs, the slots and the parameters must keep their addresses. When the slots grow, or
 the server sleeps, all graphs are dropped. New weights are copied into the parameters (`weights.py`).
 
-A step runs without a graph if attention would read many more positions than its rows have, as
+A step runs without a graph if attention would read many more positions than the step's rows have, as
 with one long row among many short ones.
 """
 
@@ -44,7 +44,7 @@ _MAX_GRAPHS = 32
 
 
 class DecodeGraphs:
-    """Replays decoding steps; attention may read ``max_in_vain`` positions besides the rows'."""
+    """Captures and replays decoding steps. Attention may read at most ``max_in_vain`` padding positions."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class DecodeGraphs:
 
 
 def bucket_of(number: int, least: int, most: int) -> int:
-    """Returns ``least`` doubled until it is at least ``number``, but at most ``most``.
+    """Doubles ``least`` until it is at least ``number``, and returns it, limited to ``most``.
 
     >>> [bucket_of(n, 1, 6) for n in range(1, 7)]
     [1, 2, 4, 4, 6, 6]
@@ -129,8 +129,8 @@ def bucket_of(number: int, least: int, most: int) -> int:
 class CudaCapture:
     """Captures CUDA graphs that share one memory pool.
 
-    :class:`torch.cuda.graph` would first wait for the whole device, and so for a broadcast of
-    weights, whose trainer may be silent.
+    :class:`torch.cuda.graph` is not used, because it first waits for the whole device. That includes a
+    broadcast of weights, which may wait for a trainer that has stopped.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -3,9 +3,9 @@
 
 """Runs the engine, one thread that schedules requests, samples tokens and swaps weights.
 
-Each iteration of its loop carries out the calls that other threads have queued (submit, abort,
-pause, swap weights); prompts to be rated that were submitted in a row are rated together. Then,
-unless the engine is paused, it computes one step: a token for every running request, and waiting
+Each iteration of its loop first carries out the calls that other threads have queued (submit, abort,
+pause, swap weights). Prompts to be rated are rated together if they were submitted one after the other.
+Then, unless the engine is paused, it computes one step: a token for every running request, and waiting
 prompts within the step's token budget (see `prefill.py`). Calls run only between two steps.
 Therefore
 
@@ -57,11 +57,11 @@ class EngineError(RuntimeError):
 class Engine:
     """Continuous batching over a :class:`ModelRunner`, which only the engine's thread uses.
 
-    Any thread may call the public methods; only :meth:`close` waits for the engine's thread, and
-    the others return futures. That thread calls ``report`` after each step with the requests that
-    got a token or have finished. ``step_tokens``, more than there are rows, bounds the tokens of a
-    step and so how long running requests wait for prompts (None: :func:`default_step_tokens`), and
-    ``max_prefill_tokens`` bounds those of prompts while no request is running.
+    Any thread may call the public methods. Most return futures; only :meth:`close` waits for the engine's
+    thread. After each step, that thread calls ``report`` with the requests that got a token or have
+    finished. ``step_tokens`` bounds the tokens of a step, and so how long running requests wait for prompts.
+    It must be more than the number of rows; None is :func:`default_step_tokens`. While no request is
+    running, ``max_prefill_tokens`` bounds the prompt tokens of a step instead.
     """
 
     def __init__(
@@ -128,8 +128,8 @@ class Engine:
         return len(self._queue.waiting)
 
     def load(self) -> ServerLoad:
-        """Waiting requests for which there is a free row count as running: new weights send all
-        requests back to the queue for a moment, which does not mean that the engine is full.
+        """Returns the load. Waiting requests for which there is a free row count as running, because new
+        weights send all requests back to the queue for a moment although the engine is not full.
         """
         running = [request for request in list(self._rows) if request is not None]
         num_rows, num_queued = self._runner.max_slots, self.num_waiting
@@ -147,7 +147,7 @@ class Engine:
         return self.run(lambda: self._abort(prefix, "Aborted by request."))
 
     def abort_request(self, request: Request) -> "Future[None]":
-        """Has no effect if it has finished."""
+        """Ends one request. Has no effect if the request has finished."""
         return self.run(lambda: self._finish(request, "The client went away."))
 
     def pause(self) -> "Future[None]":
@@ -161,9 +161,10 @@ class Engine:
         return self.run(lambda: self._set_version(version))
 
     def swap_weights(self, swap: Callable[[], None], version: str) -> "Future[float]":
-        """Runs ``swap``, which must not fail half-way, between two steps; all weights after a sleep.
+        """Runs ``swap``, which must not fail half-way, between two steps.
 
-        The keys and values of the old weights are computed again. Returns the seconds of the stop.
+        After a sleep, ``swap`` must replace all weights. Keys and values of the old weights are computed
+        again. Returns the seconds for which generation stopped.
         """
         return self.run(lambda: self._swap_weights(swap, version))
 
@@ -211,7 +212,7 @@ class Engine:
         return not self.is_paused and bool(self._queue.waiting or self.num_running)
 
     def _carry_out_calls(self) -> bool:
-        """Waits while there is nothing to do; returns False when closing."""
+        """Waits until there are calls or a step to compute, and runs the calls; returns False when closing."""
         with self._wake:
             while not (self._calls or self._closing or self._has_work()):
                 self._wake.wait()
@@ -273,7 +274,7 @@ class Engine:
             self._queue.waiting.append(request)
 
     def _rate(self) -> None:
-        """Rates the prompts that were submitted, each under one version, even during a pause."""
+        """Rates the prompts that were submitted for it, even during a pause. Each is rated by one version."""
         lengths = [len(request.prompt_ids) for request in self._to_rate]
         for indices in padded_batches(lengths, self._max_prefill_tokens):
             batch = [self._to_rate[i] for i in indices]

@@ -26,7 +26,7 @@ from torchtitan.grpo.inference.embedded.step_layout import StepLayout
 
 
 class SlotCache(Cache):
-    """A cache of rows of different lengths; ``generation`` counts moves of storage in use."""
+    """A cache of rows of different lengths. ``generation`` counts how often its storage was replaced."""
 
     step: StepLayout
 
@@ -70,7 +70,7 @@ class SlotCache(Cache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Writes new keys and values, [1, kv_heads, num_tokens, head_dim], and returns them.
 
-        Attention reads all of a slot's from ``slots``.
+        Attention uses what is returned for whole prompts only, and otherwise reads ``slots``.
         """
         if layer_idx == len(self.slots):
             self.slots.append(self._allocate(key_states))
@@ -79,7 +79,7 @@ class SlotCache(Cache):
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Rows have no common length; positions and masks are passed explicitly."""
+        """Returns 0: rows have no common length, so positions and masks are passed explicitly."""
         return 0
 
     def _store(self, slots: torch.Tensor, new: torch.Tensor) -> None:

@@ -57,8 +57,8 @@ _LOGIT_ROWS = 256
 class ModelRunner:
     """A causal language model and the slots of its running requests.
 
-    Once started, only the engine's thread uses it. ``max_length`` bounds prompt and completion
-    together. ``known_ids`` None allows all ids to be sampled.
+    Once the engine has started, only its thread uses the runner. ``max_length`` bounds prompt and completion
+    together. Only ``known_ids`` are sampled; None allows all ids.
     """
 
     def __init__(
@@ -95,8 +95,8 @@ class ModelRunner:
     ) -> torch.Tensor:
         """Computes one token of each row and the prompts of ``plan``; returns [rows, vocab] logits.
 
-        ``ids`` and ``positions`` [rows] include prompts' last tokens; ``lengths`` are the positions
-        plus 1.
+        ``ids`` and ``positions`` [rows] are those of each row's newest token, which for a prompt is its last
+        planned one. ``lengths`` are the positions plus 1.
         """
         hidden, (whole, chunk) = None, self._prompt_parts(plan)
         if self._graphs is not None and whole is None and chunk is None:
@@ -113,7 +113,7 @@ class ModelRunner:
             self._graphs.release()
 
     def _hidden(self, ids: torch.Tensor, step: StepLayout) -> torch.Tensor:
-        """Returns [num_tokens, dim]."""
+        """Returns the hidden states [num_tokens, dim] of all tokens of a step."""
         self.cache.plan(step)
         with fused_kernels(self.device):
             return self.model.model(
@@ -137,7 +137,7 @@ class ModelRunner:
         return masked
 
     def _prompt_parts(self, plan: PrefillPlan) -> tuple[WholePart | None, ChunkPart | None]:
-        """Uploads the prompts at once, padded on the right, where a causal mask hides the padding."""
+        """Uploads all prompt tokens in one copy. Whole prompts are padded on the right; masks are causal."""
         # A prompt, or a chunk, of one token is only its row's token.
         prefills = [prefill for prefill in plan.whole if len(prefill.tokens) > 1]
         chunk = plan.chunk
@@ -169,9 +169,9 @@ class ModelRunner:
         return whole, ChunkPart(chunk_ids, chunk_slots, chunk_rows[0], chunk.start, mask)
 
     def rate(self, sequences: list[list[int]], num_top: int = 0) -> list[PromptRating]:
-        """Returns the logprob of each token but the first, without using the slots, in one pass.
+        """Returns the logprob of each token but the first. Takes one forward pass, and uses no slots.
 
-        Each rated token has ``num_top`` most likely tokens, the most likely one first.
+        Also returns the ``num_top`` most likely tokens at each position, the most likely one first.
         """
         longest = max(map(len, sequences))
         padded = [tokens + [0] * (longest - len(tokens)) for tokens in sequences]
@@ -202,14 +202,14 @@ class ModelRunner:
     def _rate_positions(
         self, hidden: torch.Tensor, targets: torch.Tensor, num_top: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns the logprobs of the targets, and those and the ids of the most likely tokens."""
+        """Returns the targets' logprobs, and logprobs and ids of the most likely tokens."""
         logprobs = torch.log_softmax(self.model.lm_head(hidden).float(), dim=-1)
         values, indices = logprobs.topk(num_top, dim=-1)
         return logprobs.gather(-1, targets.unsqueeze(-1)).squeeze(-1), values, indices.int()
 
 
 def _call_positions(model: PreTrainedModel) -> int:
-    """Returns the cost of an attention call, as a number of positions that it could read."""
+    """Returns the cost of one more attention call, as the number of positions read in the same time."""
     config = model.config
     position_bytes = 2 * config.num_key_value_heads * _head_dim(config) * model.dtype.itemsize
     return _CALL_BYTES.get(model.device.type, _CALL_BYTES["cuda"]) // position_bytes
@@ -248,7 +248,7 @@ def _check_attention(model: PreTrainedModel) -> None:
 
 
 def read_config(path: str) -> tuple[PreTrainedConfig, int | None]:
-    """Returns the configuration with full attention, and the length up to which that is exact."""
+    """Returns the configuration with full attention, and the window's length, up to which that is exact."""
     file = Path(path) / "config.json"
     content, window = read_json(file, _SETTING), None
     refuse_quantised(content, file, _SETTING)
@@ -267,10 +267,10 @@ def read_config(path: str) -> tuple[PreTrainedConfig, int | None]:
 def load_model(path: str, device: str, dtype: str) -> PreTrainedModel:
     """Loads the model of a Hugging Face directory, without downloading anything.
 
-    Attention is full in each layer. With sliding windows, ``max_position_embeddings`` is at most
-    the window's length, up to which full attention is the same. The device ``auto`` is CUDA if
-    there is a GPU; the dtype ``auto`` is float32 on CPU and bfloat16 on CUDA. Raises ValueError if
-    the weights are not the model's plain ones, or the directory was exported and has changed since.
+    Attention is full in each layer. For a model with sliding windows, ``max_position_embeddings`` is limited
+    to the window's length, up to which full attention gives the same. The device ``auto`` is CUDA if there is
+    a GPU; the dtype ``auto`` is float32 on CPU and bfloat16 on CUDA. Raises ValueError if the weights are
+    quantized or do not match the model, or if the directory is an export that was changed since.
     """
     check_folder(path)
     for weights in (False, True):

@@ -27,9 +27,9 @@ from torchtitan.grpo.inference.embedded.request import Request
 
 @dataclass(eq=False)
 class Prefill:
-    """A sequence of tokens on its way into a row of each request that begins with it.
+    """Tokens that are to be computed once for all requests that consist of exactly these tokens so far.
 
-    ``start`` of its tokens are in the slots, and ``stop`` when the planned step is over.
+    The first ``start`` tokens are in the requests' slots, and the first ``stop`` after the planned step.
     """
 
     tokens: list[int]
@@ -46,7 +46,7 @@ class Prefill:
 
     @property
     def rows(self) -> list[int]:
-        """Each request has one when its step is computed."""
+        """The rows of the requests. Every request has one when the step is computed."""
         return [request.row for request in self.requests if request.row is not None]
 
     @property
@@ -67,7 +67,7 @@ class PrefillPlan:
 
 
 class PrefillQueue:
-    """The requests that wait for a row, and the prompt that is cut."""
+    """The requests that wait for a row, and the prompt, if any, that is being computed in chunks."""
 
     def __init__(self, step_tokens: int, max_prefill_tokens: int) -> None:
         self._step_tokens = step_tokens
@@ -82,7 +82,7 @@ class PrefillQueue:
     def plan(self, num_running: int, num_free: int) -> PrefillPlan:
         """Plans the prompt tokens of a step in which ``num_running`` requests sample as well.
 
-        Its requests leave the queue. Those without a row must be given one of the ``num_free``.
+        The planned requests leave the queue. The caller gives those without a row one of ``num_free`` rows.
         """
         budget = self._budget(num_running)
         plan = PrefillPlan(chunk=self.cut)
@@ -104,7 +104,10 @@ class PrefillQueue:
             self.waiting.remove(request)
 
     def put_back(self, running: Iterable[Request]) -> int:
-        """Puts requests and the cut prompt back to the front, to be computed anew; counts them."""
+        """Puts requests back to the front, to be computed anew, also those being computed in chunks.
+
+        Returns their number.
+        """
         first = list(running)
         if self.cut is not None:
             first += self.cut.requests
@@ -121,7 +124,7 @@ class PrefillQueue:
         return self._step_tokens - num_running
 
     def _take_equal(self, prefill: Prefill, num_free: int) -> int:
-        """Adds waiting requests with the same tokens; returns how many."""
+        """Adds requests with the same tokens from the front of the queue to ``prefill``; returns how many."""
         count = 0
         while count < num_free and self.waiting and self.waiting[0].token_ids == prefill.tokens:
             request = self.waiting.popleft()
@@ -156,7 +159,7 @@ class PrefillQueue:
 
 
 def default_step_tokens(max_slots: int, device: str) -> int:
-    """On a GPU, some hundred more tokens cost little, as decoding waits for memory."""
+    """Returns the default budget. On a GPU, 512 prompt tokens cost little, as decoding waits for memory."""
     return max_slots + (512 if device == "cuda" else max(16, max_slots // 2))
 
 

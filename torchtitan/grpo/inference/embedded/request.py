@@ -18,17 +18,17 @@ class Request:
     """A request as the engine sees it; only the engine's thread writes to it.
 
     WAITING (``row`` is ``None``) -> PREFILLING (``prefilled_to`` is set) -> RUNNING (``row`` is its
-    slot) -> finished (``finish_reason`` is set). A prompt that one step computes is never
+    slot) -> finished (``finish_reason`` is set). A request whose prompt fits into one step is never
     PREFILLING. New weights send a request that has a row back to WAITING.
 
     Attributes:
-        stop_ids: Tokens that end the completion, the model's own included.
+        stop_ids: Tokens that end the completion, including the model's own unless they are ignored.
         on_end: Called on the server's event loop when the request has finished.
         prefilled_to: While the prompt is computed in chunks, the number of its tokens that are
             in the slot after the current step; else ``None``.
         segments: ``(version, start)`` for each version that sampled tokens of the completion.
         shared_prompt_tokens: Prompt tokens whose keys and values another request computed.
-        logprob_start: First position whose prompt logprob is answered; ``None`` for none.
+        logprob_start: First position whose prompt logprob is returned; ``None`` for none.
         rating: Logprob of each prompt token but the first, with at least ``num_top`` most
             likely tokens, the most likely one first.
     """
@@ -65,7 +65,7 @@ class Request:
 
     @property
     def next_input(self) -> int:
-        """Token that the current step computes in the request's row, the last of those cached."""
+        """Token that the current step computes in the request's row, the last of the cached tokens."""
         position = self.num_cached - 1 - len(self.prompt_ids)
         return self.output_ids[position] if position >= 0 else self.prompt_ids[position]
 

@@ -40,11 +40,11 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class SamplingBatch:
-    """The sampling parameters of a batch's rows, as tensors; ``None`` if no row needs them.
+    """The sampling parameters of a batch's rows, as tensors. Those that no row needs are ``None``.
 
-    ``temperature`` is [rows, 1] float32, 1 for greedy rows, and ``greedy`` [rows] bool. ``filters``
-    are the rows, [filtered], with top-k (inf is off) or top-p, which are [filtered, 1]. ``seeded``
-    are rows with a seed, and their generators.
+    ``temperature`` is [rows, 1] float32, 1 for greedy rows, and ``greedy`` [rows] bool. ``filters`` holds
+    the indices of rows with top-k or top-p, [filtered], and these rows' top-k (inf is off) and top-p, both
+    [filtered, 1]. ``seeded`` holds the rows with a seed, and their generators.
     """
 
     temperature: torch.Tensor | None = None
@@ -54,7 +54,7 @@ class SamplingBatch:
 
     @staticmethod
     def columns(params: list[SamplingParams]) -> list[list[float]]:
-        """Returns the numbers of a batch, to be uploaded as float64 for :meth:`from_columns`."""
+        """Returns the lists of numbers that :meth:`from_columns` needs, to be uploaded as float64."""
         filtered = [(i, p) for i, p in enumerate(params) if p.is_filtered]
         return [
             [1.0 if p.is_greedy else p.temperature for p in params],
@@ -142,9 +142,9 @@ def _draw(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
 
 
 def _passed(up_to: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the first position of each row whose running sum is above its target.
+    """Returns the first position in each row at which the running sum is above the row's target.
 
-    It also returns the targets, brought into the range of the sums.
+    Also returns the targets, clamped to the range of the sums.
     """
     # Rounding may bring a target out of the range of the sums.
     below_total = torch.nextafter(up_to[:, -1:], torch.zeros_like(target))

@@ -43,7 +43,7 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class EmbeddedServer:
-    """``info`` holds the constant entries of ``/model_info`` and ``/server_info``."""
+    """Answers the routes. ``info`` holds the constant entries of ``/model_info`` and ``/server_info``."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class EmbeddedServer:
         self._active_ids: set[str] = set()
 
     def make_app(self) -> web.Application:
-        """Must be served with ``handler_cancellation=True``."""
+        """Returns the application, which must be served with ``handler_cancellation=True``."""
         app = web.Application()
         open_, normal, control = AuthLevel.OPEN, AuthLevel.NORMAL, AuthLevel.CONTROL
         routes: list[tuple[str, str, _Handler, AuthLevel]] = [
@@ -124,7 +124,7 @@ class EmbeddedServer:
     # -- generation -------------------------------------------------------------------
 
     def _report(self, changed: list[Request]) -> None:
-        """Runs on the engine's thread."""
+        """Tells the event loop which requests have finished. Runs on the engine's thread."""
         for request in changed:
             if request.finish_reason is not None:
                 self._loop.call_soon_threadsafe(request.on_end)
@@ -153,7 +153,7 @@ class EmbeddedServer:
         return web.json_response(bodies.format_chat_answer(request, text, self._info["model_path"]))
 
     async def _finished(self, requests: list[Request]) -> None:
-        """Aborts the requests if the client leaves before their end."""
+        """Submits requests and waits for their end. Aborts them if the client leaves before."""
         self._require_weights()
         ids = {request.request_id for request in requests}
         if taken := self._active_ids & ids:
@@ -326,7 +326,7 @@ class EmbeddedServer:
 
 
 class _NoWeights(RuntimeError):
-    """The server is asleep, or was, and waits for weights."""
+    """The server holds no weights: it is asleep, or was woken and waits for a push."""
 
 
 async def _parsed(http: web.Request, kind: type[_T]) -> _T:
@@ -354,8 +354,8 @@ async def _on_thread(function: Callable[[], _T]) -> _T:
 
 
 class EngineMonitor:
-    """The server is stuck if its engine has ended, or if it has running requests, is not paused,
-    and took no step between two calls that lie more than two minutes apart.
+    """Says whether the server is stuck: its engine has ended, or has running requests and is not paused, but
+    took no step between two calls of :meth:`health` that lie more than two minutes apart.
     """
 
     def __init__(self, engine: Engine, clock: Callable[[], float] = time.monotonic) -> None:

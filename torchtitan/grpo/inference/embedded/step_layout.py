@@ -24,7 +24,7 @@ import torch
 class RowRange:
     """Rows ``start`` to ``stop``, exclusive, whose attention reads ``length`` positions.
 
-    ``mask`` is the [rows, 1, 1, length] additive mask of shorter rows, if there are any.
+    ``mask`` is additive, [rows, 1, 1, length], and ``None`` if all rows have this length.
     """
 
     start: int
@@ -37,7 +37,7 @@ class RowRange:
 class WholePart:
     """Prompts computed at once: ``ids`` [num_prompts, length] long, padded on the right.
 
-    The ``slots``, [num_slots] long, store the prompts ``sources``; several may store one prompt.
+    Slot ``slots[i]`` stores prompt ``sources[i]``, both [num_slots] long. Several slots may store one prompt.
     """
 
     ids: torch.Tensor
@@ -49,9 +49,9 @@ class WholePart:
 class ChunkPart:
     """A part of one prompt whose earlier tokens are in the slots already.
 
-    ``ids``, [num_tokens] long, at least one, begin at position ``start``. All ``slots`` store them;
-    attention reads ``first_slot`` only. ``mask`` is [num_tokens, start + num_tokens], additive, and
-    ``None`` if ``start`` is 0.
+    ``ids``, [num_tokens] long, has at least one token and begins at position ``start``. All ``slots`` store
+    the tokens, and attention reads ``first_slot``. ``mask`` is additive, [num_tokens, start + num_tokens],
+    and ``None`` if ``start`` is 0.
     """
 
     ids: torch.Tensor
@@ -83,7 +83,7 @@ class StepLayout:
         return self.num_rows + (0 if self.whole is None else self.whole.ids.numel())
 
     def flat_ids(self, row_ids: torch.Tensor) -> torch.Tensor:
-        """Returns [1, num_tokens]."""
+        """Returns the ids of all tokens, [1, num_tokens]."""
         parts = [row_ids]
         if self.whole is not None:
             parts.append(self.whole.ids.flatten())
@@ -92,7 +92,7 @@ class StepLayout:
         return torch.cat(parts).unsqueeze(0)
 
     def flat_positions(self) -> torch.Tensor:
-        """Returns [1, num_tokens]."""
+        """Returns the positions of all tokens, [1, num_tokens]."""
         device = self.positions.device
         parts = [self.positions]
         if self.whole is not None:
@@ -106,8 +106,8 @@ class StepLayout:
 def split_rows(lengths: Sequence[int], call_positions: int) -> list[RowRange]:
     """Cuts the rows into ranges without masks, so that short rows read less than the longest.
 
-    A range ends before the row with which its rows together would read more positions in vain, up
-    to the longest one's length, than one more attention call costs (``call_positions``).
+    All rows of a range read as many positions as its longest row. A range ends before the row with which it
+    would read more positions in vain than one more attention call costs (``call_positions``).
 
     >>> [(r.start, r.stop, r.length) for r in split_rows([5, 6, 90, 5, 5], 20)]
     [(0, 2, 6), (2, 3, 90), (3, 5, 5)]
@@ -129,7 +129,7 @@ def split_rows(lengths: Sequence[int], call_positions: int) -> list[RowRange]:
 def upload(
     lists: Sequence[Sequence[float]], device: torch.device, dtype: torch.dtype = torch.long
 ) -> list[torch.Tensor]:
-    """Returns each list as a tensor, in one copy to the device for which the host does not wait."""
+    """Returns each list as a tensor. All are copied to the device at once, and the host does not wait."""
     packed = torch.tensor(
         [number for numbers in lists for number in numbers],
         dtype=dtype,

@@ -97,7 +97,7 @@ class WeightUpdater:
     def announce(
         self, bucket: BucketSpec, group_name: str, *, sequence: int | None, version: str | None
     ) -> "Future[None]":
-        """Queues or refuses one bucket; the future ends when it has arrived and is verified."""
+        """Queues or refuses one bucket. The future is done when the bucket has arrived and is verified."""
         future = self.session.announce(bucket, group_name, sequence)
         self._version = version or self._version
         return future
@@ -108,7 +108,7 @@ class WeightUpdater:
             self.session.staging.refuse(reason)
 
     def end(self, version: str | None = None) -> tuple[str, float]:
-        """Commits the update, or drops it whole; returns a message and the seconds of the stop."""
+        """Commits the update, or drops all of it; returns a message, and the seconds generation stopped."""
         with self._exclusive():
             if self.session.staging.is_receiving:
                 raise UpdateError(_UNDER_WAY)
@@ -116,7 +116,7 @@ class WeightUpdater:
                 return self._commit(version or self._version, self._timeout_seconds)
 
     def load_from_disk(self, model_path: str, version: str) -> float:
-        """Serves the weights of a Hugging Face directory; returns the seconds of the stop."""
+        """Serves the weights of a Hugging Face directory; returns the seconds generation stopped."""
         with self._exclusive():
             self._refuse_asleep()
             self.session.begin()
@@ -140,7 +140,7 @@ class WeightUpdater:
 
     @contextmanager
     def _dropping(self) -> Iterator[None]:
-        """Drops the update if the block fails, and says that nothing was changed."""
+        """Drops the update if the ``with`` block fails, and raises an error that says so."""
         try:
             with self.table.on_stream():  # adapters may have been staged on it
                 yield
@@ -194,7 +194,7 @@ class WeightUpdater:
             raise UpdateError(Residence.ASLEEP.refusal)
 
     def _wait(self, future: "Future[_T]") -> _T:
-        """Waits until a call of the engine begins, and then until it ends."""
+        """Waits for a call to the engine, and cancels it if it has not begun within the timeout."""
         try:
             return future.result(self._timeout_seconds)
         except FutureTimeoutError as error:
@@ -223,7 +223,7 @@ class WeightUpdater:
 
 
 class _SwapError(UpdateError):
-    """A change that has begun does not end."""
+    """A change of the weights has begun, and has not ended in time."""
 
 
 _UNDER_WAY = (

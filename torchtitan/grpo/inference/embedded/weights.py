@@ -40,7 +40,7 @@ class Residence(Enum):
 
     @property
     def refusal(self) -> str | None:
-        """Why no request is taken, and what to do; ``None`` if they are."""
+        """Why requests are refused, and what to do about it; ``None`` in SERVED."""
         if self is Residence.ASLEEP:
             return (
                 "The server is asleep. Send POST /resume_memory_occupation, and then push all of the "
@@ -52,7 +52,7 @@ class Residence(Enum):
 
 
 class WeightTable:
-    """The parameters of a model, a tied one under each of its names."""
+    """The parameters of a model by name. A tied parameter is under each of its names."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         # The parameters themselves, not detached ones, because their storage will be replaced.
@@ -88,7 +88,7 @@ class WeightTable:
 
     @torch.no_grad()
     def prepared(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns a checked tensor for :meth:`adopt`; on a GPU, see :meth:`wait_prepared`."""
+        """Copies and casts a tensor for :meth:`adopt`. On a GPU, :meth:`wait_prepared` waits for the copy."""
         held = self.parameters[name]
         with self.on_stream():
             # Moved first, so that the GPU casts, and a pinned tensor needs no other host memory.
@@ -126,7 +126,7 @@ class WeightTable:
         self._replace(lambda held: held.new_zeros(()).expand(held.shape))
 
     def allocate(self) -> None:
-        """Makes room for new weights after :meth:`release`; on a CPU these come with their own."""
+        """Allocates memory for new weights after :meth:`release`. On a CPU, new tensors bring their own."""
         if self.stream is not None:
             self._replace(lambda held: held.new_empty(held.shape))
 

@@ -4,12 +4,12 @@
 # SGLang has a separate environment, which the type checker does not see.
 # pyright: reportMissingImports=false
 
-"""Lets an SGLang server add low-rank adapters, which arrive without weights, to its base.
+"""Lets an SGLang server add low-rank adapters to its base weights, which are not sent with them.
 
-Adapters come through SGLang's own route and process group. Two plugin hooks in the scheduler keep
-the factors until all have arrived, and then give SGLang the weights of the directory with adapters
-added, which it loads as any others. All weights are loaded, also those without adapters: a server
-that had another run's weights would otherwise serve a mixture.
+Adapters come through SGLang's own route and process group. Two plugin hooks in the scheduler keep the
+adapters' factors until all have arrived. They then read the base weights from the server's directory, add
+the adapters, and give them to SGLang, which loads them like any others. All weights are loaded, also those
+without adapters, because a server that had another run's weights would otherwise serve a mixture.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -33,7 +33,7 @@ NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
 
 def register_hooks() -> None:
-    """Registers the hooks, if this release has the plugin framework; otherwise the probe fails."""
+    """Registers the hooks if this release of SGLang has plugins. If not, the client's probe will fail."""
     try:
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     except ImportError:
@@ -46,7 +46,7 @@ def register_hooks() -> None:
 
 
 class Probed(list[tuple[str, torch.Tensor]]):
-    """Stands for the weights of a probe, which are none."""
+    """The empty list of weights of a probe, by which the client asks whether the hooks are installed."""
 
 
 def load(original: Callable[..., Any], updater: Any, weights: NamedTensors) -> Any:
@@ -55,7 +55,7 @@ def load(original: Callable[..., Any], updater: Any, weights: NamedTensors) -> A
 
 
 class AdaptedWeights:
-    """All weights of a directory with adapters added, computed one at a time in each pass over them."""
+    """All weights of a directory with adapters added. Each iteration computes them anew, one at a time."""
 
     def __init__(
         self, base: BaseWeights, factors: dict[str, torch.Tensor], lora_scale: float
@@ -82,9 +82,9 @@ class ReceivedAdapters:
     ) -> NamedTensors:
         """Receives one bucket with SGLang's ``original`` method; returns what SGLang is to load.
 
-        For adapters, which a note in ``load_format`` announces, that is nothing before the last
+        A note in ``load_format`` marks buckets of adapters. For these it returns nothing until the last
         bucket, and then all weights of the directory with the adapters added. Raises ValueError if
-        adapters do not belong to these weights, or a bucket is missing.
+        adapters do not belong to these weights, or if a bucket is missing.
         """
         if load_format == PROBE:
             return Probed()

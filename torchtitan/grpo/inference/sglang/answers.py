@@ -92,7 +92,7 @@ def server_id(request_id: str) -> str:
 def rating_body(
     sequences: Sequence[list[int]], starts: Sequence[int], num_top: int
 ) -> dict[str, Any]:
-    """Body of ``POST /generate`` for a rating; see :meth:`InferenceClient.rate`."""
+    """Returns the body of ``POST /generate`` for a rating; see :meth:`InferenceClient.rate`."""
     return {
         "input_ids": list(sequences),
         "return_logprob": True,
@@ -106,7 +106,7 @@ def rating_body(
 def parse_rating(
     source: str, token_ids: list[int], start: int, num_top: int, body: Any
 ) -> PromptRating:
-    """Returns the rating of the tokens from ``start`` on, out of one entry of the answer."""
+    """Returns the rating of the tokens from ``start`` on. ``body`` is the sequence's part of the answer."""
     sent = token_ids[start - 1 :]
     wanted = f"meta_info.input_token_logprobs of the {len(sent)} tokens asked for"
     if num_top:

@@ -55,8 +55,8 @@ _LAST_TOKEN = re.compile(r"keys in \[0, (\d+)\]")
 class SGLangClient(HttpClient):
     """Client of one SGLang server.
 
-    :meth:`pause` retracts running requests, so that their KV cache is computed again, and every
-    token after an update is sampled from the new policy.
+    :meth:`pause` sends running requests back to the queue, so their KV cache is computed again afterwards.
+    Every token after an update is therefore sampled from the new policy.
     """
 
     _KIND: ServerKind = "sglang"
@@ -105,7 +105,7 @@ class SGLangClient(HttpClient):
         )
 
     async def _vocab_size(self) -> int | None:
-        """Returns the size, which the answer to an invalid request reveals."""
+        """Returns the size of the vocabulary, which the answer to an invalid request reveals."""
         outside = {"max_new_tokens": 1, "logit_bias": {str(_OUTSIDE_VOCABULARY): 0.0}}
         body = {"input_ids": [0], "sampling_params": outside}
         answer = await self._http.post("/generate", body, scope="generation", accept=(400,))
@@ -269,7 +269,7 @@ class SGLangClient(HttpClient):
             )
 
     async def _load_format(self, bucket: BucketSpec, *, is_last: bool) -> str:
-        """Text sent as load format of the next bucket; asks first whether the server has our hooks."""
+        """Returns the ``load_format`` of the next bucket; before adapters, checks that our hooks are there."""
         if bucket.lora_scale is None or bucket.lora_base is None:
             return "flattened_bucket"
         if not self._adds_adapters:
@@ -288,7 +288,7 @@ class SGLangClient(HttpClient):
         return AdapterNote(index, is_last, bucket.lora_scale, bucket.lora_base).as_load_format()
 
     async def _refuse_unknown_names(self, bucket: BucketSpec, group: WeightGroupInfo) -> None:
-        """Raises for names that SGLang ignores with status 200. It finds wrong shapes itself."""
+        """Raises ServerError for unknown names, which SGLang would ignore. Wrong shapes SGLang finds itself."""
         if self._parameter_names is None:
             answer = await self._http.post(
                 "/weights_checker",
@@ -308,9 +308,9 @@ class SGLangClient(HttpClient):
                 )
 
     async def _mark_updating(self) -> None:
-        """Takes the version off the server before the first tensor changes.
+        """Replaces the server's version by a marker before the first tensor changes.
 
-        No token of a push that fails half-way can then be taken for one of the old version,
+        If a push fails half-way, no token that is sampled later can then pass for one of the old version,
         whichever client resumes the server. (An old release answers 404.)
         """
         if not self._update_marked:

@@ -9,12 +9,12 @@ Run it by path, with the interpreter of SGLang's environment and SGLang's own op
 
 - `access.RequestGuard` before SGLang's routes. SGLang never learns the keys, because it shows them in its log
   and in ``/server_info``; its requests to itself at the start get their key here.
-- A meeting point of its workers in memory, in place of a store that listens on all interfaces.
+- A file in memory as the workers' rendezvous, in place of a store that listens on all interfaces.
 - On a CPU, stand-ins for two modules that SGLang imports and never calls, and that do not load
   beside a CPU build of torch.
 - The hooks of `adapter_updates.py`.
 
-Schedulers have all of this, because a spawned process imports the main file again.
+The stand-ins and the hooks reach the schedulers because a spawned process imports the main file again.
 """
 
 import os
@@ -94,7 +94,7 @@ def option(arguments: list[str], name: str) -> str | None:
 
 
 def refuse_unguarded(arguments: list[str]) -> None:
-    """Ends the process if SGLang would show the keys, or would serve without the guard."""
+    """Ends the process if an option would make SGLang show the keys, or serve without the guard."""
     for name in _KEY_OPTIONS:
         if option(arguments, name) is not None:
             sys.exit(
@@ -130,7 +130,7 @@ def guard_routes() -> None:
 
 
 class _KeyedRequests:
-    """Stands for the module ``requests`` in SGLang's requests to itself: adds the route's key."""
+    """Replaces the module ``requests`` in SGLang's requests to itself, and adds the route's key to them."""
 
     def __init__(self, module: Any, key_of: Any) -> None:
         self._module, self._key_of = module, key_of
@@ -154,7 +154,7 @@ def hook_adapters() -> None:
 
 
 def _load_plugins() -> None:
-    """Loads SGLang's plugins before its server, in releases that have plugins."""
+    """Loads SGLang's plugins, as must happen before its server is imported, if the release has any."""
     try:
         from sglang.srt.plugins import load_plugins  # pyright: ignore[reportMissingImports]
     except ImportError:
@@ -163,9 +163,9 @@ def _load_plugins() -> None:
 
 
 def meet_in_memory(arguments: list[str]) -> None:
-    """Lets the workers of a server on one machine meet in a file in the memory of this process.
+    """Makes a file in this process's memory the rendezvous of the workers of a server on one machine.
 
-    Only the same user may open it, through /proc, and it ends with this process.
+    Only the same user can open the file, through /proc, and it ends with this process.
     """
     is_alone = all(option(arguments, name) is None for name in ("--dist-init-addr", "--nnodes"))
     if is_alone and sys.platform == "linux" and _MEETING_VARIABLE not in os.environ:

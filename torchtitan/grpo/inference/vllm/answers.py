@@ -1,8 +1,8 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Requests and answers of vLLM's routes for generation and for its load, and what they tell of the
-options that the server was started with.
+"""Requests and answers of vLLM's routes for generation and for its load. The answers also show which options
+the server was started with.
 """
 
 import re
@@ -34,7 +34,7 @@ _SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{[^}]*\})?\s+(\S+)", re.MULTILINE)
 
 
 def generate_body(request: GenerateRequest) -> dict[str, Any]:
-    """Also sets what the model's ``generation_config.json`` would otherwise fill in."""
+    """Returns the body of a request. It sets all that ``generation_config.json`` would otherwise fill in."""
     return {
         "request_id": request.request_id,
         "token_ids": request.prompt_ids,
@@ -105,8 +105,8 @@ def parse_rating(
 ) -> PromptRating:
     """Returns the rating of the tokens from ``start`` on.
 
-    vLLM gives one object for each place, of the most likely tokens with their ranks and the token
-    itself, which may be one of them.
+    vLLM answers one object for each position. It holds the most likely tokens with their ranks, and the
+    token itself, which may be one of them.
     """
     rated = token_ids[start:]
     with reading(source, body, f"prompt_logprobs of the {len(token_ids)} tokens sent"):
@@ -126,7 +126,7 @@ def parse_rating(
 
 
 def refuses_num_top(error: RouteError) -> bool:
-    """Returns whether ``--max-logprobs`` is too small; vLLM names the field that it refuses."""
+    """Returns whether vLLM refused because of ``--max-logprobs``. Its error names the field."""
     if error.status != 400 or not isinstance(error.body, dict):
         return False
     reason = error.body.get("error")
@@ -182,7 +182,7 @@ _REFUSED = (400, 404, 405, 500)
 
 @dataclass
 class Examined:
-    """What was found out; ``can_generate`` tells whether the route for token ids is open."""
+    """What :func:`examine` has found. ``can_generate`` tells whether the server has the route for token ids."""
 
     vocab_size: int | None = None
     can_generate: bool = True
@@ -191,9 +191,9 @@ class Examined:
 
 
 async def examine(http: HttpConnection) -> Examined:
-    """Looks for the options that a run needs, without changing the server.
+    """Finds out whether the server has the options that a run needs, without changing the server.
 
-    Each is recognized by how a route behaves, because ``/server_info`` takes half a minute.
+    Each option is recognized by how a route behaves, because ``/server_info`` takes half a minute.
     """
     found = Examined()
     # Refused before it is generated: the refusal tells the size of the vocabulary.

@@ -95,17 +95,17 @@ class VLLMClient(HttpClient):
         return answers.parse_generation(f"{self.url}{answers.GENERATE_ROUTE}", request, body)
 
     async def _require_processed_logprobs(self, prompt_ids: list[int]) -> None:
-        """Checks once that logprobs are those after temperature; requests wait for it."""
+        """Checks once that the server's logprobs are those after temperature. Requests wait for the check."""
         probe = self._logprobs_probe
         if probe is None or (probe.done() and (probe.cancelled() or probe.exception())):
             probe = self._logprobs_probe = asyncio.ensure_future(self._probe_logprobs(prompt_ids))
         await asyncio.shield(probe)
 
     async def _probe_logprobs(self, prompt_ids: list[int]) -> None:
-        """Requests one token twice, where a different token is the only allowed one each time.
+        """Requests two completions of one token, each with another token as the only one allowed.
 
-        With logprobs after everything that shapes sampling, each has logprob 0; unshaped ones
-        cannot both be 0. (``/server_info`` takes half a minute.)
+        If logprobs are those of the distribution that is sampled from, both are 0. Those of the raw
+        distribution cannot both be 0. (``/server_info`` would take half a minute.)
         """
         for token in _PROBE_TOKENS:
             name = f"probe-{uuid.uuid4().hex}"
@@ -273,7 +273,7 @@ class VLLMClient(HttpClient):
             await self._update({"action": "receive", **info}, timeout_seconds=group.timeout_seconds)
 
     async def _mark_updating(self) -> None:
-        """Takes the version off, which no token of a load that fails half-way must have."""
+        """Replaces the version by a marker: after a load that fails half-way, no token may have the old one."""
         await self._http.post("/update_weight_version", {"new_version": UPDATING_LABEL})
         self._update_marked = True
 

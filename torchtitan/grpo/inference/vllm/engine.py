@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class GroupInitInfo(WeightTransferInitInfo):
-    """A :class:`WeightGroupInfo`. A ``probe`` only chooses where updates are staged, or fails."""
+    """A :class:`WeightGroupInfo`. A ``probe`` joins no group; it only looks for room to stage updates."""
 
     master_address: str
     master_port: int
@@ -168,8 +168,8 @@ class _ReloadedModel:
 def _pack_output_again(model: torch.nn.Module) -> None:
     """Makes an output layer on the CPU compute with the weights that its parameter has now.
 
-    vLLM multiplies by a packed copy. A reload packs only layers that weights were loaded for, and
-    no weight has the name of an output layer that is tied to the embedding.
+    On a CPU, vLLM multiplies by a packed copy of the weights. A reload renews it only for layers that were
+    sent weights by name. An output layer that is tied to the embedding is sent none.
     """
     for layer in model.modules():
         if isinstance(layer, VocabParallelEmbedding) and hasattr(layer, "cpu_linear"):

@@ -3,8 +3,8 @@
 
 """The weight updates of one vLLM worker, without vLLM itself; `engine.py` connects them to it.
 
-An update is staged on the worker's device, if it has room for a second copy of the weights, and
-else in pinned host memory:
+An update is staged on the worker's device if that has room for a second copy of the weights, and
+otherwise in pinned host memory:
 
     begin -> (stage | disk)* -> verify -> finish
 
@@ -17,8 +17,8 @@ been loaded, and until then it has none. After a failure during a load, every la
 given weights again: the new ones if they were complete, else the old ones. Such a mixture must not
 be served under any version; the client takes the version off before the first layer is loaded.
 
-A delta is applied to a copy, on the host, of the last committed version. It exists only if deltas
-were announced when the group was joined, and from a commit to the first load of the next version.
+A delta is applied to a copy of the last committed version on the host. This copy exists only if deltas were
+announced when the group was joined. It is dropped when the first weights of the next version are loaded.
 """
 
 import logging
@@ -57,13 +57,13 @@ class LoadableModel(Protocol):
     def checkpoint_folder(self) -> str: ...
 
     def begin_load(self) -> None:
-        """Takes the weights off the layers, until each has all of its new ones."""
+        """Takes the weights off the layers. A layer is rebuilt once it has all of its new ones."""
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Loads some of the new weights, by their Hugging Face names."""
 
     def finish_load(self) -> None:
-        """Rebuilds the layers that are rebuilt last."""
+        """Rebuilds the layers that can only be rebuilt at the end, and ends the load."""
 
     def restore(self) -> None:
         """Gives layers that still lack new weights their old ones back, and ends the load."""
@@ -77,7 +77,7 @@ _GIB = 1024**3
 
 
 def staging_needs(model_bytes: int, num_workers: int, *, deltas: bool) -> tuple[int, int]:
-    """The bytes to stage the model on one GPU, or else on the host for all workers."""
+    """Returns the bytes for staging the model on one GPU, and for staging it on the host for all workers."""
     copies = _PINNED_FACTOR * (1 + deltas) * num_workers
     return int(_ROOM_FACTOR * model_bytes), int(copies * model_bytes)
 
@@ -85,7 +85,10 @@ def staging_needs(model_bytes: int, num_workers: int, *, deltas: bool) -> tuple[
 def must_stage_on_host(
     needs: tuple[int, int], device: torch.device, free: int, free_on_host: int
 ) -> bool:
-    """Raises RuntimeError, whose "no room to stage" the client looks for, if neither has room."""
+    """Returns whether only the host has room. Raises RuntimeError if neither has.
+
+    The client recognizes this error by the words "no room to stage".
+    """
     on_device, on_host = needs
     if free >= on_device:
         return False
@@ -118,7 +121,7 @@ class UpdateRequest:
     path: str = ""
 
     def bucket(self) -> BucketSpec:
-        """Raises ValueError if its lists differ in length."""
+        """Returns the request's bucket; raises ValueError if its lists differ in length."""
         bucket = msgspec.convert(vars(self), BucketSpec)
         check_lengths(bucket)
         return bucket
@@ -191,10 +194,10 @@ class WorkerUpdates:
                 self._load_received(bucket, self.session.group(request.group_name))
 
     def finish(self) -> None:
-        """Loads what was verified, and ends the load.
+        """Loads what was verified, and ends the update.
 
-        Raises RuntimeError if the update was staged and not verified: a late request to finish an
-        abandoned update must not make vLLM put its version on the old weights.
+        Raises RuntimeError if nothing was verified or loaded: after a late request to finish an abandoned
+        update, vLLM would otherwise give the old weights the new version.
         """
         verified, self._verified = self._verified, None
         if verified is None and self.session.is_open and not self._loading:
@@ -224,7 +227,7 @@ class WorkerUpdates:
     # -- staged -----------------------------------------------------------------------
 
     def _verify(self, version: str | None) -> None:
-        """Waits for the announced buckets; raises unless all of them arrived as they were sent."""
+        """Waits for the announced buckets; raises an error unless all of them arrived undamaged."""
         if version is None:
             raise ValueError("The action verify needs the version of the update.")
         tensors = self.session.collect(self._timeout_seconds)
@@ -244,7 +247,7 @@ class WorkerUpdates:
         return self._kept[name].clone()
 
     def _put(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Moves a whole tensor to where it is loaded from, on a staging thread."""
+        """Moves a complete tensor to the memory that it will be loaded from. Runs on a staging thread."""
         if self._keeps:
             self._on_host[name] = tensor.cpu()
         if self._device.type != "cuda" or self.session.place.on_host:

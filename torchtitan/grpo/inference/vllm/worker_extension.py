@@ -3,8 +3,8 @@
 
 """Methods that this project adds to vLLM's workers, with ``--worker-extension-cls``.
 
-A weight transfer engine (see `engine.py`) cannot answer, because vLLM drops what its methods
-return. ``/collective_rpc`` calls these methods by name and returns the answers of all workers.
+The weight transfer engine (`engine.py`) cannot answer questions, because vLLM drops what its methods
+return. ``/collective_rpc`` calls the methods here by name and returns the answers of all workers.
 """
 
 from dataclasses import asdict
@@ -16,7 +16,7 @@ from torchtitan.grpo.weight_wire.process_group import own_group_facts
 
 
 class WorkerExtension:
-    """Becomes a base class of vLLM's worker class, whose attributes these are."""
+    """vLLM makes this a base class of its worker class, which has the two attributes."""
 
     device: torch.device
     vllm_config: Any

@@ -49,14 +49,14 @@ class MonitorError(RunError):
 
 @dataclass(frozen=True)
 class Health:
-    """The answer to ``/healthz``: why a process is stuck, and facts as plain data."""
+    """The answer to ``/healthz``: why a process is stuck (None if it is not), and facts as plain data."""
 
     problem: str | None
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 
 def healthz(health: Health, *, is_allowed: bool) -> web.Response:
-    """Answers 200 if the process is well, else 503; further facts only to an allowed client."""
+    """Answers 200 if the process is well, else 503. Only an allowed client gets the problem and the facts."""
     is_well = health.problem is None
     status = 200 if is_well else 503
     body: dict[str, Any] = {"status": "ok" if is_well else "stuck"}
@@ -106,9 +106,10 @@ class _Values(Collector):
 
 
 class MonitorSite:
-    """Serves health and metrics of a process on the running event loop. Port 0 is a free one.
+    """Serves health and metrics of a process on the running event loop. Port 0 takes a free port.
 
-    Both functions are called there. Clients must send the key of ``KEY_VARIABLE``, if it is set.
+    ``health`` and ``values`` are called on this loop. If the environment variable ``KEY_VARIABLE`` is set,
+    metrics and details of the health are only for clients that send this key.
     """
 
     def __init__(
