@@ -145,7 +145,7 @@ class Trial:
         return replace(measured, stages=tuple(parts))
 
     def may_use_parts(self, num_microbatches: int) -> bool:
-        """Returns whether Helix can run, within the memory that the configuration allows."""
+        """Returns whether Helix can run within the memory that the configuration allows."""
         config, args = self.config, self.model.model_args
         problems = itertools.chain(helix_problems(config), helix_model_problems(args, ""))
         degree = config.parallelism.pipeline_parallel_degree

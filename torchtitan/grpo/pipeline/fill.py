@@ -155,7 +155,7 @@ class FillFigures:
 class GapFiller:
     """Runs units of ``jobs``, earlier jobs first, between the passes of one rank.
 
-    A few units of each job run before training passes begin: the first ones may load or compile
+    A few units of each job run before the first training passes: the first ones may load or compile
     something, and the others show how long a unit takes. Later, one unit of each job is measured
     before each training pass that is timed.
     """

@@ -158,11 +158,11 @@ class TableSchedule(_PipelineScheduleRuntime):
     ) -> list[torch.Tensor]:
         """Runs microbatches through the pipeline; collective over its ranks.
 
-        Each has arguments of the first stage (``inputs``, empty on other ranks), keyword
-        arguments of every stage, and a second argument of the loss (``targets``, on the last
-        stage's rank). ``waiting`` is in descending order of urgency. ``beside`` trains another model
-        with the same microbatches; both must have run. Returns the last stage's outputs on its rank
-        if ``returns_outputs``, and otherwise an empty list.
+        Each microbatch has arguments of the first stage (``inputs``, empty on other ranks), keyword
+        arguments of every stage, and a second argument of the loss (``targets``, on the last stage's
+        rank). ``waiting`` rows may run in gaps, the most urgent first. ``beside`` trains another
+        model with the same microbatches; both must have run before. Returns the last stage's outputs
+        on its rank if ``returns_outputs``, and otherwise an empty list.
         """
         self._n_microbatches = len(named_inputs)
         self._beside = beside
