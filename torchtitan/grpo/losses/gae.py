@@ -141,7 +141,7 @@ def _shifted(values: torch.Tensor, by: int) -> torch.Tensor:
 def moments(values: torch.Tensor, about: float = 0.0) -> torch.Tensor:
     """Returns [3] float64: the number of values [n], and the sums of them and of their squares.
 
-    ``about`` is subtracted first: the sum of squares is exact only if the values are near 0.
+    ``about`` is subtracted first, because the sum of squares is exact only for values near 0.
     """
     values = values.double() - about
     count = torch.tensor(float(len(values)), dtype=torch.float64, device=values.device)

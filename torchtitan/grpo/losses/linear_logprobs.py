@@ -198,9 +198,9 @@ def _sum_up(slices: LogitSlices, sums: SoftmaxSums, kept: KeptLogits | None) -> 
 
 
 def _take_memory(ctx, memory: torch.Tensor | None) -> torch.Tensor | None:
-    """Returns the memory of kept logits, to write the weight's gradient into; None if it holds none.
+    """Returns the memory of kept logits, to write the weight's gradient into; None without kept logits.
 
-    A second pass over the graph, with ``retain_graph``, gets None: the memory now is the gradient.
+    A second pass over the graph, with ``retain_graph``, gets None: by then, the memory is the gradient.
     """
     if not ctx.logits_are_kept:
         return None

@@ -3,11 +3,12 @@
 
 """Softmax over a vocabulary in slices: its sums, and gradients through it.
 
-`softmax_passes.py` does the work for every logit. This module does that for every token, and chooses
-the logits that are kept for the backward pass. Where the weight's gradient, [vocab, dim], will be needed, the
-forward pass already allocates it, and it holds the logits of the first slices. The backward pass
-goes over the slices in the same order, and reads a slice's logits before it writes the gradient
-over them. In float32, with four times as many tokens as hidden dims, two of eight slices fit::
+`softmax_passes.py` does the work for every logit. This module does the work for every token, and
+chooses the logits that are kept for the backward pass. Where the weight's gradient, [vocab, dim],
+will be needed, the forward pass already allocates its memory and keeps the logits of the first slices
+there. The backward pass goes over the slices in the same order, and reads a slice's logits before it
+writes the gradient over them. In float32, with four times as many tokens as hidden dims, two of eight
+slices fit::
 
     rows of the gradient   | s0 | s1 | s2 | s3 | s4 | s5 | s6 | s7 |
     logits kept there      | of s0             | of s1             |
