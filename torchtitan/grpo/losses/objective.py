@@ -127,7 +127,7 @@ def objective(
 
 
 def metric_reductions(config: GRPO, teacher: Teacher | None = None) -> dict[str, Reduction]:
-    """Returns the names and reductions of metrics by an example, for ranks without the model's output."""
+    """Returns reductions by metric, found with an example, for ranks without the model's output."""
     example, top = example_inputs(), None
     if teacher is not None and teacher.top_k > 0:
         logprobs = example.logprobs.unsqueeze(-1)

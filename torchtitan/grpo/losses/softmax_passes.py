@@ -4,7 +4,7 @@
 """The two elementwise passes over a slice of logits: into sums, and from logits to gradients.
 
 Both are torch operators, so that counters and tracers see one operator for each slice, also on fake
-tensors. Its arguments, except ``scratch``, are the memory that it moves. On CUDA each is one Triton kernel
+tensors. An operator moves the memory of its arguments except ``scratch``. On CUDA each is one Triton kernel
 (`softmax_kernels.py`) that reads a logit once: 4 bytes forward, with or without entropy, and
 backward 4 bytes and those of the gradient. Elsewhere, several operations process one block of rows
 at a time, which stays in a CPU's cache. The arithmetic is written twice, because the kernel needs a

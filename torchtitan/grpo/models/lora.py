@@ -185,7 +185,7 @@ class AdapterMerge:
         self._rows: torch.Tensor | None = None
 
     def target(self, name: str, weight: torch.Tensor, shape: Sequence[int]) -> None:
-        """Remembers a parameter until another module's come. Its memory may be changed."""
+        """Remembers a parameter until those of another module come. Its memory may be changed."""
         if module_of(name) != self._module:
             self._module, self._targets = module_of(name), {}
         self._targets[name] = weight.view(tuple(shape))

@@ -77,7 +77,7 @@ Mask: TypeAlias = "DenseMask | SpanBorders | BlockMask"
 
 
 class HostReach:
-    """The reach of packed rows' tokens, [rows, seq] int, kept on the host, so that it need not wait.
+    """The reach of packed rows' tokens, [rows, seq] int, on the host, so that reading it does not wait.
 
     FSDP would move a plain tensor, or one in a container that it knows, to the device.
     """

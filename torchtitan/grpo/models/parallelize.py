@@ -134,7 +134,7 @@ def _style_of(part: Part) -> ParallelStyle | None:
 
 
 class _Whole(ParallelStyle):
-    """The style of modules whose weights every rank holds whole; a rank computes all of their outputs."""
+    """Every rank holds a module's weights whole, and computes all outputs for its own inputs."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return distribute_module(module, device_mesh)

@@ -108,7 +108,7 @@ def _with_modules(model: nn.Module, names: list[str]) -> nn.Module:
 def _split_layers(
     model: nn.Module, dims: ParallelDims, config: JobConfig, device: torch.device
 ) -> tuple[list[LeanStage], list[nn.Module]]:
-    """Returns Helix's stages: parts with weights. The schedule recomputes them without checkpoints."""
+    """Returns this rank's parts with weights; the schedule Helix recomputes them without checkpoints."""
     assert isinstance(model, PackedModel)
     mesh = dims.get_mesh("pp")
     stages = stage_modules(config.parallelism, len(model.layers))

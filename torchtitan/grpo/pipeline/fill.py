@@ -79,7 +79,7 @@ class FillJob(ABC):
     def add_time(self, seconds: float) -> None:
         """Adds the measured time of a unit.
 
-        A time more than twice as long as all others does not count. Otherwise, one disturbed unit
+        A time more than twice as long as any other does not count. Otherwise, one disturbed unit
         could keep further units from running, and so from being measured.
         """
         self._latest.append(seconds)
@@ -144,7 +144,7 @@ class Gap:
 
 @dataclass
 class FillFigures:
-    """What ran in one rank's gaps. ``late_seconds`` includes units that only ran to be measured."""
+    """What one rank has filled. ``late_seconds`` also counts units that ran before a training pass."""
 
     units: float = 0.0
     seconds: float = 0.0

@@ -271,7 +271,7 @@ class LeanStage(PipelineStage):
         return nullcontext() if self.timer is None else self.timer.measure(self.stage_index, kind)
 
     def _send(self, operations: list[dist.P2POp]) -> list[dist.P2POp]:
-        """Sends immediately and returns nothing: the runtime would keep the tensors that it sends."""
+        """Sends immediately and returns no operations: the runtime would keep their tensors."""
         self._leaving = [work for work in self._leaving if not work.is_completed()]
         for op in operations:
             sent = dist.isend(op.tensor, group=op.group, group_dst=op.group_peer)

@@ -29,7 +29,7 @@ class Action(NamedTuple):
         return f"{self.stage}{self.kind}{self.microbatch}"
 
     def after(self, table: "Table") -> Iterator["tuple[Action, ...]"]:
-        """Yields what must be complete before: each time, alternatives of which the table has one."""
+        """Yields what must be complete before this action, each as alternatives; the table has one."""
         stage, kind, microbatch = self
         if kind in ("F", "G"):
             if not table.is_first(stage):
