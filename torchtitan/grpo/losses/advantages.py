@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Computes numbers of samples: advantages from rewards, and weights from lengths.
+"""Computes numbers for each sample: advantages from rewards, and weights from lengths.
 
 Groups are identified by id, not by position. For every kind of advantage, a group of one sample and
 a group with equal rewards get advantages of exactly 0, because neither shows which completion was
@@ -81,11 +81,11 @@ def compute_advantages(
         batch_norm           (r - mean) / (std of all r - mean in the batch + eps)
         max_rl               (r - mean) / (mean + eps)
 
-    GRPO (https://arxiv.org/abs/2402.03300), Dr.GRPO (https://arxiv.org/abs/2503.20783), RLOO
-    (https://arxiv.org/abs/2402.14740), REINFORCE++-baseline (https://arxiv.org/abs/2501.03262) and
-    MaxRL (https://arxiv.org/abs/2602.02710), which needs rewards of at least 0 and maximizes the
-    likelihood of success where they are 0 or 1. If every group has one sample, ``batch_norm``
-    subtracts the mean of the batch, which is plain REINFORCE++.
+    They are those of GRPO (https://arxiv.org/abs/2402.03300), Dr.GRPO
+    (https://arxiv.org/abs/2503.20783), RLOO (https://arxiv.org/abs/2402.14740), REINFORCE++-baseline
+    (https://arxiv.org/abs/2501.03262) and MaxRL (https://arxiv.org/abs/2602.02710). MaxRL needs
+    rewards of at least 0, and maximizes the likelihood of success where they are 0 or 1. If every
+    group has one sample, ``batch_norm`` subtracts the mean of the batch, as plain REINFORCE++ does.
 
     The variance of N rewards is the sum of squares divided by N - 1. Raises ValueError if a reward
     is not finite, or below 0 with ``max_rl``, or the shapes differ.
@@ -148,7 +148,7 @@ def informative_samples(rewards: np.ndarray, group_ids: np.ndarray) -> np.ndarra
 def num_equal_groups(rewards: np.ndarray, group_ids: np.ndarray) -> int:
     """Returns the number of groups whose rewards are all equal, from which nothing is learned.
 
-    If every group has one sample, all count if all rewards of the batch are equal, and else none.
+    If every group has one sample, all groups count if the batch's rewards are equal, or else none.
     """
     groups = np.unique(group_ids)
     is_single = len(groups) == len(group_ids)
@@ -160,7 +160,7 @@ def num_equal_groups(rewards: np.ndarray, group_ids: np.ndarray) -> int:
 def _centered(
     rewards: np.ndarray, group_ids: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Rewards minus their group's mean, the group of each, and the groups' sizes."""
+    """Returns rewards minus their group's mean, each sample's group, and the groups' sizes."""
     _, member_of, sizes = np.unique(group_ids, return_inverse=True, return_counts=True)
     means = np.bincount(member_of, rewards, len(sizes)) / sizes
     # The mean of equal numbers may be off in its last bit. Divided by a standard deviation of the
@@ -179,8 +179,8 @@ AggregationKind = Literal["token_mean", "sequence_mean", "constant_length"]
 def weight_mass(completion_lengths: np.ndarray, *, kind: AggregationKind) -> int:
     """Returns the divisor of :func:`token_weights`: trained tokens, or samples with at least one.
 
-    If parts of a step are weighted separately, the weights over the step are those of each part
-    times the part's fraction of the total mass.
+    If parts of a step are weighted separately, each part's weights must be multiplied by its
+    fraction of the total mass, to get those of the whole step.
     """
     if kind == "token_mean":
         return int(completion_lengths.sum())
@@ -198,9 +198,9 @@ def token_weights(
         sequence_mean     1 / (S * n_i)
         constant_length   1 / (S * constant_length)
 
-    DAPO (https://arxiv.org/abs/2503.14476), GRPO (https://arxiv.org/abs/2402.03300) and Dr.GRPO
-    (https://arxiv.org/abs/2503.20783), in this order. A sample without a trained token has weight 0
-    and does not count in S. Example: lengths 1 and 3 under ``sequence_mean`` give 1/2 and 1/6.
+    They are those of DAPO (https://arxiv.org/abs/2503.14476), GRPO (https://arxiv.org/abs/2402.03300)
+    and Dr.GRPO (https://arxiv.org/abs/2503.20783). A sample without a trained token has weight 0 and
+    does not count in S. Example: lengths 1 and 3 under ``sequence_mean`` give 1/2 and 1/6.
 
     Raises ValueError if a length is negative, or ``constant_length`` is used and below 1.
     """

@@ -3,7 +3,7 @@
 
 """On-policy distillation: reverse KL divergence from a teacher, of sampled or of many tokens.
 
-With ratings of sampled tokens only, the divergence is an advantage of each token. For the logprobs
+If the teacher rates only sampled tokens, the divergence is an advantage of each token. For the logprobs
 ``s`` and ``t`` of student and teacher for a token that the student sampled::
 
     advantage = -coef * ((s - t) - baseline)
@@ -46,7 +46,7 @@ class TopLogprobs:
     is_rated: torch.Tensor
 
     def only(self, mask: torch.Tensor) -> "TopLogprobs":
-        """Returns 0 for both, without gradients, outside of a mask [rows, seq] bool."""
+        """Returns a copy in which both are 0, without gradients, outside of a mask [rows, seq] bool."""
         kept = self.is_rated & mask
 
         def masked(values: torch.Tensor) -> torch.Tensor:
@@ -66,12 +66,12 @@ def top_k_reverse_kl(
         sum of exp(s) * (s - t)  +  (1 - S) * log((1 - S) / (1 - T))
 
     Reverse KL is GKD's divergence on sampled sequences (https://arxiv.org/abs/2306.13649). By the
-    data processing inequality, that of these coarsened distributions is at most the divergence over
+    data processing inequality, the divergence of these coarsened distributions is at most that over
     the vocabulary. They are equal if no token is left out, or if both models divide the rest alike.
 
     Both ``1 - S`` and ``1 - T`` are at least :data:`TAIL_FLOOR`, so that values and gradients are
-    finite for all finite logprobs, and for a student's -inf, a probability of 0. Where the floor
-    holds, the rest has no gradient.
+    finite for all finite logprobs, and also for the student's -inf (a probability of 0). Where this
+    bound applies, "any other token" has no gradient.
 
     Both logprobs are [..., k] float, of the same, distinct tokens, from the whole vocabulary at
     temperature 1; the teacher's are finite. Returns nats, [...].
@@ -116,7 +116,7 @@ def sample_sums(
 
 
 def group_baselines(sums: np.ndarray, lengths: np.ndarray, group_ids: np.ndarray) -> np.ndarray:
-    """Returns the mean divergence of a trained token in each sample's group, [samples] float64."""
+    """Returns the mean divergence per trained token of each sample's group, [samples] float64."""
     _, member_of = np.unique(group_ids, return_inverse=True)
     totals, tokens = np.bincount(member_of, sums), np.bincount(member_of, lengths)
     return (totals / np.maximum(tokens, 1))[member_of]
@@ -127,6 +127,6 @@ def with_teacher(
 ) -> torch.Tensor:
     """Returns ``advantages - coef * teacher_kl``, [rows, seq], both 0 where not trained.
 
-    The advantages are those of rewards plus ``coef`` times the baseline.
+    ``advantages`` must be those from rewards, plus ``coef`` times the baseline.
     """
     return advantages - coef * teacher_kl

@@ -15,8 +15,8 @@ counted from 0 (https://arxiv.org/abs/1506.02438)::
 Example: two trained tokens with ``V = 0.5, 0.25``, a reward of 1 at the second one, ``gamma = 1`` and
 ``lambda = 0.5``: ``delta = -0.25, 0.75``, so that ``A = 0.125, 0.75`` and ``R = 0.625, 1``.
 
-A value is read where the first token of its decision is predicted. It then knows the context of the
-decision and none of its tokens, as a baseline must.
+A value is read where the first token of its decision is predicted. There it depends on the context of
+the decision and on none of its tokens, as a baseline must.
 """
 
 from dataclasses import dataclass
@@ -70,7 +70,7 @@ class Decisions:
         return flat.index_copy_(0, self.begins, values.float()).view(shape)
 
     def lengths(self) -> torch.Tensor:
-        """Returns the number of decisions in the sequence of each one, [decisions] float64."""
+        """Returns the number of decisions in each decision's sequence, [decisions] float64."""
         is_first = F.pad(~self.continues, (1, 0), value=True)[: len(self)]
         sequence = is_first.long().cumsum(0) - 1
         counts = torch.zeros(len(self), dtype=torch.float64, device=sequence.device)
@@ -81,9 +81,9 @@ class Decisions:
 def find_decisions(
     loss_mask: torch.Tensor, sequence_ids: torch.Tensor, level: DecisionLevel
 ) -> Decisions:
-    """Finds the decisions of rows, both [rows, seq], whose sequences have their tokens in order.
+    """Finds the decisions of rows whose sequences have their tokens in order; inputs are [rows, seq].
 
-    Waits for the device, because their number is the size of the result.
+    Waits for the device, because the number of decisions is the size of the result.
     """
     seq_len = loss_mask.shape[1]
     tokens = loss_mask.flatten().nonzero().squeeze(1)
@@ -102,7 +102,7 @@ def find_decisions(
 def token_rewards(
     rewards: torch.Tensor, sample_ids: torch.Tensor, decisions: Decisions
 ) -> torch.Tensor:
-    """Puts the reward of its sample on the last decision of each sequence, [decisions] float64.
+    """Puts each sample's reward on the last decision of its sequences, [decisions] float64.
 
     ``rewards`` [samples] float64 are indexed by ``sample_ids`` [rows, seq]. Each of several sequences
     of one sample is an episode of its own, with the whole reward.
@@ -119,7 +119,7 @@ def estimate_advantages(
     gamma: float,
     lam: float | torch.Tensor,
 ) -> torch.Tensor:
-    """Returns the advantages of decisions; all are [decisions] float64, ``lam`` may be as well.
+    """Returns the advantages of decisions; all tensors are [decisions] float64, also ``lam`` if it is one.
 
     The recurrence is evaluated by doubling: after k rounds each sum spans 2^k decisions.
     """
@@ -141,7 +141,7 @@ def _shifted(values: torch.Tensor, by: int) -> torch.Tensor:
 def moments(values: torch.Tensor, about: float = 0.0) -> torch.Tensor:
     """Returns [3] float64: the number of values [n], and the sums of them and of their squares.
 
-    Sums of squares are exact only ``about`` a number near the values, which is subtracted.
+    ``about`` is subtracted first, because the sum of squares is exact only for values near 0.
     """
     values = values.double() - about
     count = torch.tensor(float(len(values)), dtype=torch.float64, device=values.device)
@@ -149,7 +149,7 @@ def moments(values: torch.Tensor, about: float = 0.0) -> torch.Tensor:
 
 
 def mean_and_variance(totals: torch.Tensor) -> tuple[float, float]:
-    """Returns mean and variance (divided by n - 1) from :func:`moments`; 0 without two values."""
+    """Returns mean and variance (divided by n - 1) from :func:`moments`; of one value, variance 0."""
     count, total, squares = totals.tolist()
     mean = total / max(count, 1.0)
     spread = squares - total * mean
@@ -158,7 +158,7 @@ def mean_and_variance(totals: torch.Tensor) -> tuple[float, float]:
 
 
 def whitened(advantages: torch.Tensor, totals: torch.Tensor, about: float = 0.0) -> torch.Tensor:
-    """Shifts and scales advantages to the mean 0 and the variance 1 of what ``totals`` counts.
+    """Shifts and scales advantages so that those counted in ``totals`` have mean 0 and variance 1.
 
     As in TRL and verl, ``(A - mean) / sqrt(variance + 1e-8)``, with the variance divided by n - 1.
     """
@@ -169,7 +169,7 @@ def whitened(advantages: torch.Tensor, totals: torch.Tensor, about: float = 0.0)
 def explained_variance(of_errors: torch.Tensor, of_returns: torch.Tensor) -> float:
     """Returns ``1 - var(R - V) / var(R)`` from moments; 0 if all returns are equal.
 
-    1 is a perfect critic; 0 is one that is no better than a constant, and it may be below.
+    It is 1 for a perfect critic, 0 for one no better than a constant, and below 0 for a worse one.
     """
     variance = mean_and_variance(of_returns)[1]
     return 1 - mean_and_variance(of_errors)[1] / variance if variance > 0 else 0.0
@@ -182,7 +182,7 @@ def value_loss(
     weights: torch.Tensor,
     clip: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the weighted sum of clipped squared errors [], and where the clip holds [rows, seq].
+    """Returns the weighted sum of clipped squared errors [], and where the clip applies [rows, seq].
 
     ``0.5 * max((V - R)^2, (V_old + clamp(V - V_old, -clip, clip) - R)^2)``, as in the code of PPO
     (https://arxiv.org/abs/1707.06347). A ``clip`` of 0 clips nothing. All inputs are [rows, seq];

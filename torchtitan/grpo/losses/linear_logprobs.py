@@ -10,8 +10,8 @@ slice's logits into gradients in place; its part of the weight gradient is then 
 and never read.
 
 The forward pass allocates the weight's gradient and keeps as many logits there as fit; the backward
-pass computes the others again. The peak memory stays the same, and no matrix product is repeated
-with at most as many tokens as hidden dims. `softmax_slices` shows where the logits lie.
+pass computes the others again. The peak memory stays the same. With at most as many tokens as hidden
+dims, no matrix product is repeated. `softmax_slices` shows where the logits lie.
 """
 
 from collections.abc import Callable
@@ -43,7 +43,7 @@ def packed_linear_logprobs(
     vocab_start: int = 0,
     other_ids: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Returns log-probability and entropy of each token as one tensor, the output of one node.
+    """Returns log-probability and entropy of each token as one tensor, from one autograd node.
 
     With ``other_ids`` the same passes also pick the log-probabilities of these ids from each slice.
     Logits, softmax and sums are float32, or float64 for float64 inputs. Nothing waits for a device.
@@ -58,12 +58,12 @@ def packed_linear_logprobs(
         weight: [vocab_local, dim] float.
         labels: [...] int, ids of the whole vocabulary. A label outside of it gets -inf.
         temperature: Divisor of the logits, above 0.
-        chunk_tokens: Bound of memory, at least 1: at most as many logits exist as this many tokens
-            have. Slices are at least 128 ids wide, however.
+        chunk_tokens: Bound of memory, at least 1: no more logits exist at a time than this many
+            tokens have, except that slices are at least 128 ids wide.
         trains_entropy: Whether the entropy has a gradient; if not, one that arrives is ignored.
         keep_logits: Whether the forward pass allocates the weight's gradient, if needed, and keeps
-            logits there. It does not change gradients, and does not suit several forward passes in
-            a row, each of which allocates.
+            logits there. Gradients are the same in both cases. Unsuitable for several forward passes
+            in a row, because each allocates.
         group: The ranks over which the vocabulary is sharded; None for a whole one.
         other_ids: [..., k] int, different ids of the whole vocabulary for each token; the label may
             be one of them. An id outside of the vocabulary gets -inf, and may be repeated.
@@ -119,10 +119,9 @@ def _all_ids(labels: torch.Tensor, other_ids: torch.Tensor | None) -> torch.Tens
 
 
 class _LinearLogprobs(torch.autograd.Function):
-    """[..., 1 + n] from [tokens, dim] hidden states, the [vocab_local, dim] weight and [..., n]
-    ids.
+    """Maps [tokens, dim] hidden states, the [vocab_local, dim] weight and [..., n] ids to [..., 1 + n].
 
-    The output is not a view, which FSDP2 cannot hook.
+    The output is not a view, because FSDP2 cannot hook views.
     """
 
     @staticmethod
@@ -199,9 +198,9 @@ def _sum_up(slices: LogitSlices, sums: SoftmaxSums, kept: KeptLogits | None) -> 
 
 
 def _take_memory(ctx, memory: torch.Tensor | None) -> torch.Tensor | None:
-    """Memory with kept logits, where the gradient is written and returned; None if it holds none.
+    """Returns the memory of kept logits, to write the weight's gradient into; None without kept logits.
 
-    Another pass over the graph, with ``retain_graph``, finds none there and must not touch it.
+    A second pass over the graph, with ``retain_graph``, gets None: by then, the memory is the gradient.
     """
     if not ctx.logits_are_kept:
         return None

@@ -89,7 +89,7 @@ class MetricTotals:
     """Metrics of one batch, combined so far. Every rank has the same names.
 
     After :meth:`fetch`, ``added``, float64 on the CPU, holds numbers that ranks add up, and
-    ``largest`` maxima, and minima with the opposite sign; -inf if there is none.
+    ``largest`` holds maxima, and minima with the opposite sign; -inf stands for no value.
     """
 
     def __init__(self, reductions: Mapping[str, Reduction]) -> None:
@@ -103,7 +103,7 @@ class MetricTotals:
         self._on_device: list[tuple[torch.Tensor, float]] = []  # numbers, and the scale of losses
 
     def add(self, microbatches: Sequence[Mapping[str, Metric]], scale: float = 1.0) -> None:
-        """Adds a minibatch's metrics; ``scale`` is the factor of terms of the loss."""
+        """Adds a minibatch's metrics; those with the reduction ``loss`` are multiplied by ``scale``."""
         if not microbatches:
             return
         for metrics in microbatches:
@@ -113,7 +113,7 @@ class MetricTotals:
         self._on_device.append((torch.cat([added.sum(0), extremes.amax(0)]), scale))
 
     def fetch(self, beside: torch.Tensor | None = None) -> float:
-        """Moves what was added to the CPU in one wait, with the number ``beside``; returns that."""
+        """Moves what was added, and the number ``beside``, to the CPU in one wait; returns that number."""
         numbers = [combined for combined, _ in self._on_device]
         if beside is not None:
             numbers.append(beside.detach().reshape(1).double())

@@ -34,7 +34,7 @@ class MismatchWeights:
         capped: bool, trained tokens whose ratio was clamped to a bound.
         masked: bool, all trained tokens that are left out, for whatever reason.
         rejected: bool, trained tokens of sequences that :func:`rejected_sequences` left out.
-        off_policy: bool, the same for off-policy masking.
+        off_policy: bool, trained tokens of sequences that :func:`off_policy_sequences` found.
     """
 
     weights: torch.Tensor
@@ -139,7 +139,7 @@ def off_policy_sequences(
     sequence_ids: torch.Tensor,
     threshold: float,
 ) -> torch.Tensor:
-    """Returns the trained tokens of bad sequences that the policy hardly writes any more.
+    """Returns the trained tokens of bad sequences that have become unlikely under the policy.
 
     Off-policy sequence masking of DeepSeek-V3.2 (https://arxiv.org/abs/2512.02556): a sequence is
     found if its advantage is negative and ``mean(log generator - log policy) > threshold`` over its

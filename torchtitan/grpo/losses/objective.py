@@ -58,8 +58,8 @@ class LossInputs(PolicyInputs):
     """Inputs of the loss: tensors [rows, seq], aligned to the predicted token (`data/rows.py`).
 
     At untrained tokens, all but ``sequence_ids`` and ``ptx_weights`` may hold anything, NaN
-    included. ``old_logprobs`` are those before the batch's first optimizer step, with any
-    ``grpo.old_policy``.
+    included. ``old_logprobs`` are those before the batch's first optimizer step, whatever
+    ``grpo.old_policy`` is.
 
     Attributes:
         ref_logprobs: float, of the reference model; None without one.
@@ -81,8 +81,8 @@ def objective(
 ) -> tuple[torch.Tensor, dict[str, Metric]]:
     """Returns a microbatch's loss [], to be summed over microbatches and ranks, and its metrics.
 
-    Rows without a trained or mixed-in token give a loss of 0 with gradients of 0. It computes in
-    the inputs' dtype, and can be compiled with ``torch.compile(fullgraph=True)``.
+    Rows without a trained or mixed-in token give a loss of 0 with gradients of 0. The function
+    computes in the inputs' dtype, and can be compiled with ``torch.compile(fullgraph=True)``.
 
     Raises ValueError if the shapes differ, or a setting needs a tensor that is None.
     """
@@ -127,7 +127,7 @@ def objective(
 
 
 def metric_reductions(config: GRPO, teacher: Teacher | None = None) -> dict[str, Reduction]:
-    """Computes a small example, from which ranks without the model's output learn the names."""
+    """Returns reductions by metric, found with an example, for ranks without the model's output."""
     example, top = example_inputs(), None
     if teacher is not None and teacher.top_k > 0:
         logprobs = example.logprobs.unsqueeze(-1)

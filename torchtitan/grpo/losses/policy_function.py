@@ -42,8 +42,8 @@ def policy_function(name: str) -> PolicyFunction:
 def check_policy_function(config: GRPO) -> None:
     """Loads ``grpo.policy_loss`` and tries it, with its options, on two short sequences.
 
-    ValueError, with the key, means that it cannot be loaded, does not accept the options, or has a
-    result of another shape, that is not finite, or without a gradient to the logprobs.
+    Raises ValueError, which names the key, if the function cannot be loaded, does not accept the
+    options, or if its result has another shape, is not finite, or has no gradient to the logprobs.
     """
     name = config.policy_loss
     function = policy_function(name)

@@ -78,8 +78,8 @@ def gspo(inputs: PolicyInputs, config: GRPO) -> PolicyTerm:
     The ratio ``s = exp(mean over trained tokens of (logprob - old))`` is clipped as above: GSPO
     (https://arxiv.org/abs/2507.18071). The gradient is GSPO-token's: the ratio at each token is ``s
     * pi / stop_gradient(pi)``, which has the value of ``s`` and passes the token's own gradient.
-    With weight and advantage constant in a sequence, it equals the gradient of ``s``. A token that
-    the mismatch weight leaves out gets none.
+    With weight and advantage constant in a sequence, this equals the gradient of ``s``. A token that
+    the mismatch weight leaves out gets no gradient.
     """
     log_ratio = inputs.logprobs - inputs.old_logprobs
     sequence_log_ratio = sequence_means(log_ratio.detach(), inputs.loss_mask, inputs.sequence_ids)

@@ -3,8 +3,8 @@
 
 """The two elementwise passes over a slice of logits: into sums, and from logits to gradients.
 
-Both are operators of torch's, so that counters and tracers see one operator for each slice, also on
-fake tensors, whose arguments but ``scratch`` are what it moves. On CUDA each is one Triton kernel
+Both are torch operators, so that counters and tracers see one operator for each slice, also on fake
+tensors. An operator moves the memory of its arguments except ``scratch``. On CUDA each is one Triton kernel
 (`softmax_kernels.py`) that reads a logit once: 4 bytes forward, with or without entropy, and
 backward 4 bytes and those of the gradient. Elsewhere, several operations process one block of rows
 at a time, which stays in a CPU's cache. The arithmetic is written twice, because the kernel needs a
@@ -75,9 +75,9 @@ def _write_grads(
     """Writes ``p (offset + slope log p)``, and ``id_grads`` added at the ids, for a slice.
 
     Here ``log p`` are the logits, times ``scale``, minus ``normalizer``. All tensors are
-    contiguous: logits [tokens, width] float32 or float64, ``out`` (they may be the same) in their
-    or a narrower dtype, ids and ``id_grads`` [tokens, n], and others [tokens]; ``slope=None`` is 0.
-    A token's first id may be among the others, which differ or are outside of the vocabulary.
+    contiguous: logits [tokens, width] float32 or float64, ``out`` in the same or a narrower dtype
+    (it may be the logits), ids and ``id_grads`` [tokens, n], and the rest [tokens]; ``slope=None`` is 0.
+    A token's ids after the first one must differ, unless they are outside of the vocabulary.
     """
     for rows in _row_blocks(logits, _block_size(logits)):
         in_place = out.dtype == logits.dtype
@@ -127,7 +127,7 @@ def _write_grads_on_gpu(*arguments) -> None:
 
 @functools.cache
 def _triton_kernels():
-    """Module of Triton kernels, or None, with a line in the log, if they do not run."""
+    """Returns the module of Triton kernels. If they do not run, logs a warning and returns None."""
     try:
         from torchtitan.grpo.losses import softmax_kernels
 

@@ -3,11 +3,12 @@
 
 """Softmax over a vocabulary in slices: its sums, and gradients through it.
 
-`softmax_passes.py` handles every logit; here are the work for every token, and the choice of logits
-that are kept for the backward pass. Where the weight's gradient, [vocab, dim], will be needed, the
-forward pass already allocates it, and it holds the logits of the first slices. The backward pass
-goes over the slices in the same order, and reads a slice's logits before it writes the gradient
-over them. In float32, with four times as many tokens as hidden dims and eight slices, two fit::
+`softmax_passes.py` does the work for every logit. This module does the work for every token, and
+chooses the logits that are kept for the backward pass. Where the weight's gradient, [vocab, dim],
+will be needed, the forward pass already allocates its memory and keeps the logits of the first slices
+there. The backward pass goes over the slices in the same order, and reads a slice's logits before it
+writes the gradient over them. In float32, with four times as many tokens as hidden dims, two of eight
+slices fit::
 
     rows of the gradient   | s0 | s1 | s2 | s3 | s4 | s5 | s6 | s7 |
     logits kept there      | of s0             | of s1             |
@@ -81,9 +82,9 @@ class LogitSlices:
 
 
 class KeptLogits:
-    """Finds the kept logits of a slice in ``memory``, that of the weight's gradient.
+    """Finds the kept logits of a slice in ``memory``, the memory of the weight's gradient.
 
-    It is contiguous, [vocab_local, dim], and its dtype may differ from that of the logits.
+    The memory is contiguous, [vocab_local, dim], and its dtype may differ from that of the logits.
     """
 
     def __init__(self, memory: torch.Tensor, slices: LogitSlices) -> None:
@@ -117,7 +118,7 @@ class KeptLogits:
 class SoftmaxSums:
     """Running maximum and sums of the softmax, over slices and then over ranks.
 
-    Log-probabilities are of ``ids``, [tokens, n] int, where 0 is the first of the first slice.
+    The result has log-probabilities of ``ids``, [tokens, n] int, counted from the first slice's first id.
     """
 
     def __init__(
@@ -154,7 +155,7 @@ class SoftmaxSums:
         self._exp_sum, self._weighted_sum = sums.unbind()
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns log-probabilities [tokens, n], and entropies or 0 and log normalizers [tokens]."""
+        """Returns log-probabilities [tokens, n], entropies (or 0) and log normalizers, both [tokens]."""
         log_sum = self._exp_sum.log()
         logprobs = (self._logits - self._maximum[:, None]) - log_sum[:, None]
         entropy = torch.zeros_like(log_sum)

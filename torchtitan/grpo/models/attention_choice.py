@@ -113,7 +113,7 @@ def _failure_anywhere(
     head_dim: int,
     shares_contexts: bool,
 ) -> str | None:
-    """All ranks must take the same kernel."""
+    """Returns why the kernel fails on any rank, or None: all ranks must take the same kernel."""
     failure = failure_of(kind, device, dtype, head_dim, shares_contexts)
     if dist.is_initialized():
         has_failed = torch.tensor(int(failure is not None), device=device)
@@ -133,7 +133,7 @@ def failure_of(
     """Compares attention over small packed rows, and its gradients, with float32 on the CPU.
 
     Contexts are shared only with ``shares_contexts``, which needs another function of torch.
-    Returns None if the numbers are right. Of ``sdpa`` only the memory-efficient kernel counts.
+    Returns None if the numbers are right. Of ``sdpa``, only the memory-efficient kernel is tried.
     """
     seq_len, generator = _TRIED[0][-1][1], torch.Generator().manual_seed(0)
     inputs = [

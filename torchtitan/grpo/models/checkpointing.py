@@ -24,7 +24,7 @@ _ATTENTION = ("flash_attention", "efficient_attention", "cudnn_attention",
 
 
 def saved_operations() -> set[Any]:
-    """Returns operations whose results checkpointing by operation keeps, of ``mm`` every second."""
+    """Returns operations whose results checkpointing by operation keeps; of ``mm``, every second one."""
     aten, ours = torch.ops.aten, torch.ops.torchtitan_grpo
     return {
         _mm,

@@ -97,9 +97,8 @@ class Collector:
         """Yields names and whole parameters on the receiver, and nothing on other ranks.
 
         A yielded tensor may share memory with ``shards``. The shards of ``others``, the ranks
-        in ``in_place``, must not change before the iteration ends. ``places`` is memory of the
-        parameter's shape in which several blocks are assembled, by name; blocks may lie there
-        already.
+        in ``in_place``, must not change before the iteration ends. ``places`` has, by name, memory of
+        a parameter's shape in which its blocks are assembled; some of them may lie there already.
         """
         if self._rank == self._receiver:
             at_hand = {self._receiver: shards, **(others or {})}

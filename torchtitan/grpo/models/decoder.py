@@ -3,9 +3,9 @@
 
 """The decoder of all families: an embedding, layers of blocks, a last norm, and an output layer.
 
-With tied embeddings, the first and the last pipeline stage each hold a copy of the weight. In
-the last stage an embedding that embeds nothing owns it, so that both copies have the same name
-in pushes, exports and checkpoints. `training/gradient_norm.py` keeps them equal.
+With tied embeddings, the first and the last pipeline stage each hold a copy of the weight. The last
+stage also has an embedding module, only to hold its copy, so that both copies have the same name
+in pushes, exports and checkpoints. `training/gradient_norm.py` keeps the copies equal.
 """
 
 from collections.abc import Sequence
@@ -121,7 +121,7 @@ class Decoder(nn.Module):
     def decode(
         self, tokens: torch.Tensor, positions: torch.Tensor, masks: Sequence[Mask]
     ) -> torch.Tensor:
-        """Maps tokens, or hidden states on later stages; ``masks`` are those of the kinds of layers."""
+        """Maps tokens, or hidden states on later stages; ``masks`` has one for each kind of layer."""
         h = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
         like = h if isinstance(h, torch.Tensor) else h[-1]  # Helix's parts get several tensors
         rotary = self.rope_cache[positions].unsqueeze(2).to(like.dtype)
@@ -155,7 +155,7 @@ def embeds_tokens(model: nn.Module) -> bool:
 
 
 def hold_output_embedding(stage: nn.Module) -> None:
-    """Lets the last stage of a tied model, on the meta device, hold the weight."""
+    """Lets an embedding in the last stage of a tied model, on the meta device, hold the output's weight."""
     output: Any = stage.output
     vocab, dim = output.weight.shape
     stage.tok_embeddings = OutputEmbedding(vocab, dim, _weight=output.weight)

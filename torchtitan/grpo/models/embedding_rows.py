@@ -17,7 +17,7 @@ _SHOWN = 3
 
 
 def embedding_notes(model: HFModel, setting: str) -> Iterator[str]:
-    """Yields warnings about tokens of the tokenizer, the only ones that servers sample.
+    """Yields warnings about rows of the tokenizer's tokens; servers sample no others.
 
     A norm multiplies the gradient of a zero row by 1/sqrt(epsilon). Each row is judged by its first
     columns, and read to its end only if these are zero, or equal to another row's.

@@ -82,7 +82,7 @@ def _shard(
 
 
 def _ends(model: PackedModel) -> list[nn.Module]:
-    """The modules that form one group; with tied embeddings, they share a weight."""
+    """Returns the modules at the model's ends that form one FSDP group; tied ones share a weight."""
     if is_tied(model):
         return [m for m in (model.tok_embeddings, model.norm, model.output) if m is not None]
     has_both = model.norm is not None and model.output is not None
@@ -111,7 +111,7 @@ def _prefetch(model: PackedModel, blocks: list[Any]) -> None:
 
 
 def _in_float32() -> MixedPrecisionPolicy:
-    """For a value head, which casts the hidden states of scored tokens itself."""
+    """Returns the policy of a value head, which casts the hidden states of scored tokens itself."""
     return MixedPrecisionPolicy(
         param_dtype=torch.float32, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
@@ -132,7 +132,7 @@ def _is_mixed(config: JobConfig) -> bool:
 
 
 def _replicate(model: PackedModel, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
-    """By FSDP2's replicas: DDP averages gradients, and supports neither pipeline nor tensor parallelism."""
+    """Applies FSDP2's replicas, since DDP averages gradients, and has no pipeline or tensor parallelism."""
     for block in blocks_of(model):
         replicate(block, mesh=mesh, mp_policy=policy)
     if isinstance(model.output, ValueHead):
@@ -154,8 +154,8 @@ def keeps_parameters(kept: str) -> bool:
 class BetweenMicrobatches:
     """Tells FSDP2, if it is applied, what to keep between microbatches.
 
-    By default it gathers and casts parameters and reduces gradients for each microbatch.
-    ``set_is_last_backward`` stays: it would only delay the wait for reductions, and let FSDP2
+    By default FSDP2 gathers and casts parameters and reduces gradients for each microbatch.
+    ``set_is_last_backward`` is not used: it would only delay the wait for reductions, and let FSDP2
     prefetch the last parameters of the previous microbatch after each backward pass.
     """
 

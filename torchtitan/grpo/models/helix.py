@@ -63,11 +63,11 @@ class HelixPart(PackedModel):
     """
 
     def attention_masks(self, **_: Any) -> list[None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Attention is in another part."""
+        """Returns no masks, because attention is in another part."""
         return [None] * len(self.model_args.layers.kinds)
 
     def forward(self, tokens: Any, *, chunk: slice | None = None, **named: Any) -> Any:  # pyright: ignore
-        """``tokens`` are those of one ``chunk`` of this rank's tokens, if there is one."""
+        """With a ``chunk``, ``tokens`` are only this slice of the rank's tokens."""
         if chunk is None:
             return super().forward(tokens, **named)
         positions = context_part(named["positions"], self.context_group)[:, chunk]
@@ -75,7 +75,7 @@ class HelixPart(PackedModel):
 
 
 class AttentionPart(nn.Module):
-    """The attention of every layer, like that of the whole model of which ``part`` is a part."""
+    """Computes the attention of any layer, as the whole model to which ``part`` belongs does."""
 
     def __init__(self, part: PackedModel) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class AttentionPart(nn.Module):
 def helix_part(model: PackedModel, number: int) -> HelixPart:
     """Returns a copy of the part with weights before the attention of layer ``number``.
 
-    ``model`` is on the meta device, and dense; the last part is that of ``number`` = its layers.
+    ``model`` is on the meta device, and dense. With L layers, ``number`` L gives the last part.
     """
     part = copy.deepcopy(model)
     num_layers = len(part.layers)

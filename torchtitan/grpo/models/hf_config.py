@@ -52,7 +52,7 @@ def read_hf_model(
 ) -> HFModel:
     """Reads the directory that the key ``setting`` names; only servers read quantised weights.
 
-    With ``may_score``, the model may have a score in place of logits, as reward models do.
+    With ``may_score``, the model may have a score as its head in place of logits, like reward models.
     """
     path = Path(path)
     require_undamaged(path, setting, weights=False)
@@ -181,7 +181,7 @@ _NAME_IN_CONFIG = {
 
 
 def check_reference(config: JobConfig) -> None:
-    """Refuses a reference that is not the policy's model with other weights.
+    """Refuses a reference whose architecture is not that of the policy; only weights may differ.
 
     Both directories are read again, because building a model changes its arguments.
     """
@@ -189,7 +189,7 @@ def check_reference(config: JobConfig) -> None:
 
 
 def check_critic_model(config: JobConfig) -> None:
-    """Refuses a critic that is not the policy's model with other weights, and a score as its head."""
+    """Refuses a critic whose architecture is not that of the policy; its head may be a score."""
     _check_same_model(config, config.critic.path, "critic.path", "critic", may_score=True)
 
 

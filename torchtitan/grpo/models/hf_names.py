@@ -3,8 +3,8 @@
 
 """Names and forms of a decoder's parameters on disk and on servers, as Hugging Face gives them.
 
-The names of a layer's weights stand beside its parts in `blocks/parts.py`, with ``{}`` for the number of an
-expert. Parameters have the form that they have on disk, so that a push only renames them. Stacked
+The names of a layer's weights stand beside its parts in `blocks/parts.py`, with ``{}`` for the number
+of an expert. Parameters have the same form as on disk, so that a push only renames them. Stacked
 experts are views of one tensor.
 """
 
@@ -21,7 +21,7 @@ _LAYER, _LAYER_ON_DISK = "layers.", "model.layers."
 
 
 class StateDictAdapter(Protocol):
-    """Translates a model's state dict to the names that it has elsewhere, and back."""
+    """Renames a model's state dict to the names on disk and on servers, and back."""
 
     model_args: DecoderArgs
 
@@ -99,6 +99,6 @@ def names_of(layer: Layer) -> dict[str, str]:
 
 
 class ValueAdapter(DecoderAdapter):
-    """For a critic, whose head has the name of a reward model's."""
+    """The adapter of a critic, whose head is named as in reward models."""
 
     output = "score.weight"

@@ -70,7 +70,7 @@ def load_hf_weights(
     Raises ModelError if its files do not match the model, or if they are an export of this project that
     was changed since.
 
-    Of ``new`` parameters, those that the files lack keep their values.
+    Parameters named in ``new`` may be missing from the files; they then keep their values.
     """
     is_group = dist.is_initialized()
     share = (dist.get_rank(), dist.get_world_size()) if is_group else (0, 1)
@@ -94,7 +94,7 @@ def load_hf_weights(
 
 
 def _refuse_values(name: str, tensor: torch.Tensor, place: str) -> None:
-    """Refuses values that damage or a failed conversion leaves, and that no training mends."""
+    """Refuses values that come from damage or a failed conversion, and that training cannot mend."""
     # The sum of finite values of 16 bits may overflow.
     if not torch.isfinite(tensor.sum()) and not torch.isfinite(tensor).all():
         wrong = int((~torch.isfinite(tensor)).sum())
@@ -196,7 +196,7 @@ def full_hf_tensors(
 def _write_shards(
     tensors: Iterable[tuple[str, torch.Tensor]], folder: Path, max_file_bytes: int
 ) -> None:
-    """Writes tensors, of which only those of one file are in memory, and their index."""
+    """Writes tensors and their index. Only the tensors of one file are in memory at a time."""
     names_in: list[list[str]] = []
     pending: dict[str, torch.Tensor] = {}
     pending_bytes = total_bytes = 0

@@ -75,7 +75,7 @@ def locate_models(config: JobConfig, *, weights: bool = True) -> list[str]:
 
 
 def locate_model(text: str, setting: str, *, weights: bool = True) -> tuple[str, list[str]]:
-    """Returns the folder of a model, and sentences about it if the Hub's cache comes into it."""
+    """Returns the folder of a model, and a sentence about it if the Hub's cache has such a model."""
     model = HubModel.parse(text)
     if Path(text).is_dir():
         _check_folder(text, setting)
@@ -164,8 +164,8 @@ def _reason(error: Exception) -> str:
 def once_per_host(name: str, make: Callable[[], dict[str, Any]], timeout_seconds: float) -> Any:
     """Returns the result of ``make`` on the first rank of this host, before process groups exist.
 
-    The rank leaves the result, JSON, in torchrun's folder; without torchrun, each makes its
-    own. All ranks call with the same names. If ``make`` raised, the others would wait until
+    That rank leaves the result, JSON, in torchrun's folder; without torchrun, each rank calls
+    ``make``. All ranks call with the same names. If ``make`` raises, the other ranks wait until
     TimeoutError.
     """
     own_error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")

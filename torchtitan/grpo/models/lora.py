@@ -171,10 +171,10 @@ def lora_scale(adapter: StateDictAdapter) -> float:
 
 
 class AdapterMerge:
-    """Adds the adapters in a stream of whole parameters; each follows its target's module.
+    """Adds adapters to their targets in a stream of whole parameters.
 
-    ``arrived`` over ``meant`` is the share of the change that is left after rounding to the dtype of the
-    targets, measured on their first rows.
+    An adapter comes after all parameters of its target's module. ``arrived`` over ``meant`` is the
+    share of the change that is left after rounding to the targets' dtype, measured on their first rows.
     """
 
     def __init__(self, scale: float) -> None:
@@ -185,13 +185,13 @@ class AdapterMerge:
         self._rows: torch.Tensor | None = None
 
     def target(self, name: str, weight: torch.Tensor, shape: Sequence[int]) -> None:
-        """Notes a parameter, whose memory may be changed, until those of another module come."""
+        """Remembers a parameter until those of another module come. Its memory may be changed."""
         if module_of(name) != self._module:
             self._module, self._targets = module_of(name), {}
         self._targets[name] = weight.view(tuple(shape))
 
     def add(self, name: str, factor: torch.Tensor) -> None:
-        """Takes a factor of the adapter; the second one changes the target in place."""
+        """Remembers the first factor of an adapter; with the second, changes the target in place."""
         target = self._targets[target_of(name)]
         if name.endswith(FACTORS[0]):
             self._rows = factor
@@ -208,7 +208,7 @@ class AdapterMerge:
 def with_adapters(
     parameters: Iterator[tuple[str, torch.Tensor]], scale: float
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields whole parameters; adapters, which follow their target's module, are added to copies."""
+    """Yields whole parameters. Adapters come after their target's module, and are added to copies."""
     merge = AdapterMerge(scale)
     held: dict[str, torch.Tensor] = {}
     for name, full in parameters:
@@ -292,7 +292,7 @@ def export_peft(
 
 @contextmanager
 def whole_folder(target: Path) -> Iterator[Path]:
-    """Yields a folder that replaces ``target`` once it is complete, and is removed if it fails."""
+    """Yields a folder that replaces ``target`` once it is complete, and is removed after an error."""
     partial = target.with_name(target.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     target.parent.mkdir(exist_ok=True)

@@ -5,8 +5,8 @@
 
 Each token has a ``reach``, the place in its row behind the last token that sees it: a query at q
 sees the key at k if ``k <= q < reach[k]`` (`data/shared_context.py`). Upstream's document masks find
-borders by the EOS token, which truncated rollouts lack. In a layer with a window, the query also needs
-to be fewer than ``window`` positions behind the key in its sequence.
+borders by the EOS token, which truncated rollouts lack. In a layer with a window, the query must also
+be fewer than ``window`` positions behind the key in its sequence.
 
 Context parallelism exchanges heads by all-to-all (DeepSpeed Ulysses,
 https://arxiv.org/abs/2309.14509): each rank holds a part of the sequence outside attention, and
@@ -62,9 +62,9 @@ class DenseMask:
 class SpanBorders:
     """The borders of spans, for a kernel of sequences of several lengths.
 
-    ``borders`` [n] int32 are the begins of the spans of all rows, laid end to end, and then the
-    number of tokens, once or more. ``longest`` is at least the length of each span. ``shared``
-    are the contexts that several sequences see; None without any. ``window`` is as in :func:`packed_mask`.
+    ``borders`` [n] int32 are where spans begin in all rows laid end to end, followed by the number
+    of tokens, once or more. ``longest`` is at least the length of each span. ``shared`` are the
+    contexts that several sequences see; None without any. ``window`` is as in :func:`packed_mask`.
     """
 
     borders: torch.Tensor
@@ -77,9 +77,9 @@ Mask: TypeAlias = "DenseMask | SpanBorders | BlockMask"
 
 
 class HostReach:
-    """The reach of the tokens of packed rows, [rows, seq] int, on the host, which need not wait.
+    """The reach of packed rows' tokens, [rows, seq] int, on the host, so that reading it does not wait.
 
-    FSDP would move a tensor, or one in a container that it knows, to the device.
+    FSDP would move a plain tensor, or one in a container that it knows, to the device.
     """
 
     def __init__(self, reach: torch.Tensor) -> None:
@@ -95,7 +95,7 @@ class HostReach:
 
 
 class PackedAttention(nn.Module):
-    """Inputs are this rank's heads (tensor parallelism) or its part of the sequence (context)."""
+    """Inputs are this rank's heads (tensor parallel) or its part of the sequence (context parallel)."""
 
     context_group: dist.ProcessGroup | None = None
 
@@ -119,7 +119,7 @@ class PackedAttention(nn.Module):
 def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, scale: float | None
 ) -> torch.Tensor:
-    """Takes the kernel for which the mask was made; all tokens of some heads are at hand."""
+    """Attends with the kernel for which the mask was made. Inputs are all tokens of some heads."""
     if isinstance(mask, SpanBorders):
         return _attend_by_length(q, k, v, mask, scale)
     if not isinstance(mask, DenseMask):
@@ -151,7 +151,7 @@ def one_head_each(tensor: torch.Tensor, heads: int) -> torch.Tensor:
 
 @functools.cache
 def _compiled_flex_attention() -> Callable[..., torch.Tensor]:
-    """Two options of upstream's compiled function do not fit.
+    """Compiles FlexAttention without two options that upstream sets.
 
     Wrapping compiled regions fails with some versions of torch
     (https://github.com/pytorch/torchtitan/issues/2463); without it, selective checkpointing
@@ -211,9 +211,9 @@ def packed_mask(
     Args:
         reach: [rows, seq] int, as in ``TrainRows``. Padding is a span: each query needs a key.
         kind: The kernel that takes the mask.
-        host: The same numbers, without which the host waits for the device.
-        compiled: Whether to keep sizes fixed, because others would compile blocks anew.
-        may_share: Whether rows may have shared contexts, for which compiled blocks must be ready.
+        host: The same numbers on the host; without them, the host waits for the device.
+        compiled: Whether to keep sizes fixed, because new sizes would compile blocks anew.
+        may_share: Whether rows may have shared contexts; if so, fixed sizes leave room for them.
         window: How many tokens of its sequence a query sees at most, its own included; None for all.
         positions: [rows, seq] int, of each token in its sequence, which a window needs.
     """
@@ -245,7 +245,7 @@ def packed_mask(
 def _span_borders(
     reach: torch.Tensor, host: HostReach, compiled: bool, may_share: bool
 ) -> SpanBorders:
-    """Pads to one of few sizes, or with ``compiled`` to one."""
+    """Returns borders, padded to one of a few sizes, or with ``compiled`` to a fixed one."""
     begins, ends, reaches = host.spans()
     count, longest, total = len(begins), int((ends - begins).max()), reach.numel()
     sizes = None
@@ -301,7 +301,7 @@ def gather_heads(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor
 
 
 def shareable_kv_heads(tensor: torch.Tensor, num_ranks: int) -> torch.Tensor:
-    """Repeats each key or value head in place, beside its query heads, until ranks can share them."""
+    """Repeats each key or value head next to itself, so that heads divide evenly among ranks."""
     repeats = num_ranks // math.gcd(tensor.shape[1], num_ranks)
     return tensor.repeat_interleave(repeats, dim=1) if repeats > 1 else tensor
 

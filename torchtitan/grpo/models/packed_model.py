@@ -34,10 +34,10 @@ class ScoringSettings:
     """How a model computes the log-probabilities of tokens.
 
     ``keep_logits`` stores logits in the memory of the output weight's gradient, which is allocated
-    in the forward pass. Logits of ``chunk_tokens`` tokens exist at the same time. Without ``with_entropy`` the entropy
-    is 0. ``compiled`` blocks need masks of fixed sizes, also for shared contexts with
-    ``shares_contexts``. With the ``head`` of values, a critic's, the
-    model computes no log-probabilities.
+    in the forward pass. Logits of ``chunk_tokens`` tokens exist at the same time. Without
+    ``with_entropy`` the entropy is 0. ``compiled`` blocks need masks of fixed sizes, also for shared
+    contexts with ``shares_contexts``. With the ``head`` "values", the model is a critic, and computes
+    no log-probabilities.
     """
 
     attention: PackedAttentionKind
@@ -54,15 +54,15 @@ class ScoringSettings:
 class ScoredTokens:
     """A mask of tokens, [rows, seq] bool on the host and on the device.
 
-    The number of tokens decides shapes: from the device, the host would wait for it in every
-    microbatch. FSDP would move a tensor to the device.
+    The number of tokens decides shapes. If it were only on the device, the host would wait for it in
+    every microbatch. FSDP would move a plain tensor to the device.
     """
 
     def __init__(self, mask: torch.Tensor, host_mask: torch.Tensor) -> None:
         self._mask, self._host_mask = mask, host_mask
 
     def positions(self, part: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor | None:
-        """Returns scored tokens in what ``part`` cuts, [tokens] int64 row by row; None for all."""
+        """Returns scored tokens' indices in the flattened ``part`` of rows, [tokens] int64; None for all."""
         host_part = part(self._host_mask)
         count = int(np.count_nonzero(host_part.numpy()))
         if count == host_part.numel():
@@ -71,9 +71,9 @@ class ScoredTokens:
 
 
 class TokenHead(nn.Linear):
-    """The last layer of a model, which computes numbers of the scored tokens of its rows.
+    """The last layer of a model, which computes numbers for each scored token of its rows.
 
-    The tokens are set around the model's ``forward``::
+    The scored tokens are set around the model's ``forward``::
 
         with model.output.labeled(labels):
             packed = model(tokens)  # [rows, seq, 2]
@@ -94,7 +94,7 @@ class TokenHead(nn.Linear):
     ) -> Iterator[None]:
         """Forward passes inside the context score ``labels``, [rows, seq] int.
 
-        ``positions`` [tokens] int64 count the scored tokens row by row; None for all.
+        ``positions`` [tokens] int64 are indices of scored tokens in flattened rows; None for all.
         ``other_ids`` are [rows, seq, k] int, see :func:`packed_linear_logprobs`.
         """
         outer = self._labels, self._positions, self._other_ids
@@ -218,7 +218,7 @@ class LogprobHead(TokenHead):
 
 
 def replace_output(model: nn.Module, settings: ScoringSettings) -> None:
-    """Replaces ``model.output`` if there is one; before parallelism is applied."""
+    """Replaces ``model.output`` if there is one. Call it before parallelism is applied."""
     output = getattr(model, "output", None)
     if output is None:
         return
@@ -250,7 +250,7 @@ class PackedModel(Decoder):
         host_reach: HostReach | None = None,
         **_: Any,
     ) -> Sequence[Mask]:
-        """Returns the masks of the kinds of layers from :meth:`forward`'s keyword arguments."""
+        """Returns a mask for each kind of layer, from keyword arguments of :meth:`forward`."""
         settings, masks = self.settings, dict[int | None, Mask]()
         windows = [kind.attention.window for kind in self.model_args.layers.kinds]
         for window in windows:
@@ -281,8 +281,8 @@ class PackedModel(Decoder):
 
         All are [rows, seq] int, as in ``TrainRows``: ``tokens`` (hidden states on later stages),
         ``reach`` (also as ``host_reach``), ``positions`` in each sequence, and ``labels``;
-        ``other_ids`` is [rows, seq, k]. Returns what its :class:`TokenHead` does, or this
-        rank's hidden states.
+        ``other_ids`` is [rows, seq, k]. Returns the output of the :class:`TokenHead`, or this rank's
+        hidden states if the stage has none.
         """
         group = self.context_group
         if embeds_tokens(self):

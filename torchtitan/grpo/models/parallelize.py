@@ -4,8 +4,8 @@
 """Applies every parallelism except the pipeline's to a model or to one of its stages.
 
 Tensor parallelism (https://arxiv.org/abs/1909.08053) with sequence parallelism
-(https://arxiv.org/abs/2205.05198) divides what the rows of blocks say (`blocks/parts.py`). Between blocks, a
-rank holds its part of the sequence. Context parallelism uses all-to-all (`packed_attention.py`).
+(https://arxiv.org/abs/2205.05198) divides weights as `blocks/parts.py` says for each block. Between
+blocks, a rank holds its part of the sequence. Context parallelism uses all-to-all (`packed_attention.py`).
 """
 
 from collections.abc import Callable
@@ -134,7 +134,7 @@ def _style_of(part: Part) -> ParallelStyle | None:
 
 
 class _Whole(ParallelStyle):
-    """Every rank holds the weights, and computes all of the outputs of its inputs."""
+    """Every rank holds a module's weights whole, and computes all outputs for its own inputs."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return distribute_module(module, device_mesh)
@@ -165,10 +165,10 @@ def _divide_experts(block: Any, dims: ParallelDims) -> None:
 
 
 def _wait_for_embeddings(model: PackedModel) -> None:
-    """Copies the embedding's output, which waits for the collective of tensor parallelism.
+    """Copies the embedding's output, to wait for the collective of tensor parallelism.
 
-    For the unfinished tensor, a compiled block would compute no gradient, and the embedding would
-    never be trained.
+    For a tensor whose collective is still running, a compiled block would compute no gradient, and
+    the embedding would never be trained.
     """
 
     def wait(_: nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor:
@@ -181,8 +181,8 @@ def _wait_for_embeddings(model: PackedModel) -> None:
 def _compile(model: PackedModel, backend: str | Callable[..., Any]) -> None:
     """Compiles each layer, so that equal layers share code.
 
-    FSDP's hooks of experts, and their numbers of tokens, would interrupt a graph. In their layers, the
-    other modules and the arithmetic between the experts' products are compiled.
+    FSDP's hooks of experts, and their varying numbers of tokens, would interrupt a graph. In layers with
+    experts, only the other modules and the arithmetic between the experts' products are compiled.
     """
     for number, block in list(model.layers.items()):
         moe: MoE | None = block.moe  # pyright: ignore[reportAssignmentType]

@@ -4,8 +4,8 @@
 """Computes which part of which parameter every rank holds.
 
 In any layout, with any parallelisms, each rank holds at most one block of a parameter. The blocks
-of a parameter are disjoint and cover it. Each is sent once, by its lowest holder unless the caller
-chooses another. Parameters have the order of the whole model.
+of a parameter are disjoint and cover it. Each block is sent once, by the lowest rank that holds it
+unless the caller chooses another. Parameters have the order of the whole model.
 """
 
 import math
@@ -115,7 +115,7 @@ def summed_part(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def divided_like(weight: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """Returns this rank's elements as a DTensor if the weight is one."""
+    """Returns this rank's elements, ``local``, as a DTensor divided like ``weight`` if that is one."""
     if not isinstance(weight, DTensor):
         return local
     return DTensor.from_local(

@@ -137,7 +137,7 @@ class SplitBackend:
 
 @dataclass(frozen=True)
 class _Found:
-    """A product behind views, in the order in which they are applied to it."""
+    """A matrix product, and the views that are applied to it, in order."""
 
     product: fx.Node
     views: tuple[View, ...]
@@ -146,7 +146,7 @@ class _Found:
 
 @dataclass(frozen=True)
 class _Cut:
-    """Numbers of a compiled graph's outputs that are the factors of a gradient.
+    """Indices of the outputs of a compiled graph that are the factors of a gradient.
 
     ``left`` is the gradient of the layer's output, ``right`` the layer's input, ``example`` a
     fake tensor like the gradient.
@@ -194,7 +194,7 @@ class _Tap(torch.autograd.Function):
 
 
 def _num_linears(graph: fx.GraphModule) -> int:
-    """Counts linear layers, those in checkpoints included and frozen ones not."""
+    """Counts linear layers, including those in checkpoints, but no frozen ones."""
     parts = [module for module in graph.modules() if isinstance(module, fx.GraphModule)]
     nodes = [node for part in parts for node in part.graph.nodes]
     return sum(
@@ -218,7 +218,7 @@ def _input_of(description: Any) -> int | None:
 
 
 def _find_product(grad: Any) -> _Found | None:
-    """Returns the product of two matrices that a gradient is, behind views only; or None."""
+    """Returns the matrix product that a gradient consists of, apart from views; None if it is no product."""
     node: Any = grad
     views: list[View] = []
     while isinstance(node, fx.Node) and node.target in _VIEWS:

@@ -12,8 +12,8 @@ tree. The parts of one query are then merged by their log-sum-exp (https://arxiv
 The backward pass of the kernel recomputes probabilities as ``exp(score - lse)``. Given the merged
 ``lse`` and ``out`` it yields each part's summand of the gradients.
 
-This is an operator of its own, which torch.compile does not look into, because how many queries have
-a context differs between microbatches.
+The attention is an operator of its own, which torch.compile does not trace into: the number of
+queries that have a context differs between microbatches.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -38,7 +38,7 @@ class Level(NamedTuple):
     Attributes:
         queries: [n] int64, places of the tokens below the contexts, which see them.
         keys: [m] int64, places of the tokens of the contexts.
-        query_borders: [contexts + 1 or more] int32, where those of a context begin in ``queries``.
+        query_borders: [contexts + 1 or more] int32, where each context's tokens begin in ``queries``.
         key_borders: The same for ``keys``.
     """
 
@@ -53,7 +53,7 @@ class Levels:
     """The levels of a microbatch, the contexts nearest to the root first.
 
     ``sizes`` [levels, 4] int64 are on the host. They are the numbers of queries and of keys of a level,
-    and the most of either for one of its contexts. The tensors of a level may be longer: what lies
+    and the largest numbers of both for one context. The tensors of a level may be longer: what lies
     behind these numbers is not read.
     """
 
@@ -66,10 +66,10 @@ def levels_of(
     device: torch.device,
     sizes: tuple[int, int, int] | None = None,
 ) -> Levels:
-    """Returns the levels of contexts, of which begin, end and reach are given, [contexts] int64 each.
+    """Returns the levels of ``contexts``, given as begin, end and reach, [contexts] int64 each.
 
-    They are places in rows laid end to end. A context's tokens are [begin, end), and those that see
-    them, besides themselves, [end, reach). Contexts stand in ascending order of their begins.
+    These are places in rows laid end to end. A context's tokens are [begin, end), and the later tokens
+    that see them are [end, reach). Contexts are in ascending order of their begins.
     ``sizes`` are numbers of levels, of places and of borders, to which the tensors are padded.
     """
     num_levels, num_places, num_borders = sizes or (0, 0, 0)
@@ -88,7 +88,7 @@ def levels_of(
 
 
 def _depths(begins: np.ndarray, reaches: np.ndarray) -> np.ndarray:
-    """[contexts] int64, in how many others each lies."""
+    """Returns in how many other contexts each context lies, [contexts] int64."""
     depths, above = np.zeros(len(begins), np.int64), list[int]()
     for index, (begin, reach) in enumerate(zip(begins.tolist(), reaches.tolist(), strict=True)):
         while above and above[-1] <= begin:
@@ -103,7 +103,7 @@ def _longest(begins: np.ndarray, ends: np.ndarray) -> int:
 
 
 def _places(begins: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """[sum of ends - begins] int64, all places from each begin to its end."""
+    """Returns all places from each begin to its end, [sum of ends - begins] int64."""
     lengths = ends - begins
     return np.arange(lengths.sum()) + np.repeat(ends - np.cumsum(lengths), lengths)
 
@@ -267,5 +267,5 @@ def _gradients(
 
 
 def _backward_kernel() -> Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Torch has no public function for it."""
+    """Returns torch's backward kernel, which has no public function."""
     return torch.ops.torch_attn._varlen_attn_backward

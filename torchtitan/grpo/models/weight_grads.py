@@ -69,7 +69,7 @@ class WeightGradients:
 
     @contextmanager
     def catching(self, key: Key, add: AddGradient) -> Iterator[None]:
-        """Passes inside the context use the store; backward passes recompute checkpoints in one."""
+        """Passes inside the context defer weight gradients. Recomputations must also run inside."""
         assert self._catching is None, "a pass of a stage began inside the pass of another stage"
         self._catching = key, add
         try:
@@ -131,7 +131,7 @@ class WeightGradients:
 
 
 class DeferredLinear(nn.Linear):
-    """Shares another layer's parameters, and defers its weight's gradient while the store catches."""
+    """Shares a layer's parameters; defers its weight's gradient in :meth:`WeightGradients.catching`."""
 
     def __init__(self, linear: nn.Linear, store: WeightGradients) -> None:
         super().__init__(

@@ -60,7 +60,9 @@ from torchtitan.grpo.upstream.parallelism import ParallelDims
 def resolve_schedule(
     model: nn.Module, dims: ParallelDims, config: JobConfig, device: torch.device
 ) -> Costs | None:
-    """Replaces ``auto`` by the fastest schedule that fits; returns measured costs, or else None.
+    """Replaces ``auto`` by the fastest schedule that fits, and returns its measured costs.
+
+    Returns None if the configuration names another schedule.
 
     Collective; the whole model is on the meta device. Rank 0 writes the reason to
     ``pipeline_schedule.txt`` and ``.png`` in the run's folder.
@@ -143,7 +145,7 @@ class Trial:
         return replace(measured, stages=tuple(parts))
 
     def may_use_parts(self, num_microbatches: int) -> bool:
-        """Returns whether Helix can run, and holds as little as the configuration demands."""
+        """Returns whether Helix can run within the memory that the configuration allows."""
         config, args = self.config, self.model.model_args
         problems = itertools.chain(helix_problems(config), helix_model_problems(args, ""))
         degree = config.parallelism.pipeline_parallel_degree
@@ -236,7 +238,7 @@ _NUM_EXCHANGES = 64
 def measure_hops(stages: list[LeanStage], tensor: torch.Tensor, timer: PassTimer) -> None:
     """Sends a tensor like those that stages exchange to the neighboring ranks and back.
 
-    Collective. The lower of two neighbors measures, while no rank exchanges with both neighbors.
+    Collective. The lower of two neighbors measures. No rank exchanges with both at the same time.
     """
     rank, num_ranks, group = stages[0].group_rank, stages[0].group_size, stages[0].group
     for first in (0, 1):  # the ranks 0 and 1, 2 and 3, ..., and then 1 and 2, 3 and 4, ...

@@ -46,9 +46,9 @@ def split_model(
     *,
     is_second: bool = False,
 ) -> tuple[list[LeanStage], list[nn.Module]]:
-    """Returns this rank's stages of a model on the meta device, parallelized, and their modules.
+    """Returns this rank's parallelized stages of a model on the meta device, and their modules.
 
-    The stages of a model that ``is_second`` can be trained in the pass of another one.
+    With ``is_second``, the stages can be trained in one pass with those of another model.
     """
     num_layers = len(model.layers)  # pyright: ignore[reportArgumentType]
     if schedule_of(config.parallelism).divides_layers:
@@ -108,7 +108,7 @@ def _with_modules(model: nn.Module, names: list[str]) -> nn.Module:
 def _split_layers(
     model: nn.Module, dims: ParallelDims, config: JobConfig, device: torch.device
 ) -> tuple[list[LeanStage], list[nn.Module]]:
-    """Returns this rank's parts with weights, which their schedule recomputes without checkpoints."""
+    """Returns this rank's parts with weights; the schedule Helix recomputes them without checkpoints."""
     assert isinstance(model, PackedModel)
     mesh = dims.get_mesh("pp")
     stages = stage_modules(config.parallelism, len(model.layers))
@@ -174,7 +174,7 @@ def helix_schedule(
     loss: Callable[..., Any] | None,
     measured: Costs | None = None,
 ) -> HelixSchedule:
-    """``loss`` None runs forward passes alone."""
+    """Builds the schedule Helix; with ``loss`` None, it runs forward passes only."""
     part, degree = stages[0].submod, config.parallelism.pipeline_parallel_degree
     assert isinstance(part, HelixPart)
     costs = measured or assumed_part_costs(config, part.model_args)

@@ -34,7 +34,7 @@ _DIGIT_WIDTH = 0.0024
 
 
 def draw_text(table: Table, simulation: Simulation, width: int = 100) -> str:
-    """Draws each rank's passes as letters, in lower case for its later stages; a dot is idle."""
+    """Draws each rank's passes as letters, in lower case for its later stages; dots are idle time."""
     lines = []
     for rank, actions in enumerate(table.actions):
         line = ["."] * width

@@ -3,11 +3,11 @@
 
 """Runs units of other work where a pipeline rank is idle (PipeFill, https://arxiv.org/abs/2410.07192).
 
-A rank waits for another rank's tensor before some of its passes. How long, a simulation of the
-table with measured times of the passes tells. While a unit's usual time fits, units run there, on
-the stream of the passes. The host decides by this plan, because it runs ahead of a GPU and cannot
-see what arrives. How long a pass has still waited after its units shows how long the idle time was
-in truth; it counts if it is shorter than the simulated one.
+A rank waits for another rank's tensor before some of its passes. A simulation of the table, with
+measured times of the passes, predicts how long. Units run in this time, on the stream of the passes,
+as long as a unit's usual time fits. The host decides by this plan, because it runs ahead of a GPU
+and cannot see what arrives. If a pass still waits after its units, this shows how long the idle time
+really was; the shorter of the real and the simulated time is then used.
 """
 
 import math
@@ -40,7 +40,7 @@ class UnitTimes:
     Attributes:
         mean: Mean of the time.
         variance: Its variance from unit to unit.
-        error: Standard error of the mean, which is the same for all units of a job and adds up.
+        error: Standard error of the mean. A job's units share it, so it grows with their number.
     """
 
     mean: float = 0.0
@@ -79,8 +79,8 @@ class FillJob(ABC):
     def add_time(self, seconds: float) -> None:
         """Adds the measured time of a unit.
 
-        One that is twice as long as the others does not count: a unit that was disturbed must not
-        keep others from running, and so from being measured again.
+        A time more than twice as long as any other does not count. Otherwise, one disturbed unit
+        could keep further units from running, and so from being measured.
         """
         self._latest.append(seconds)
         *others, longest = sorted(self._latest)
@@ -117,7 +117,7 @@ _SHRINKS = 0.8
 
 @dataclass
 class Gap:
-    """An idle time of this rank in a table, in seconds: simulated, and as passes have shown it."""
+    """An idle time of this rank in a table, in seconds: as simulated, and as observed (``shown``)."""
 
     simulated: float = 0.0
     shown: float | None = None
@@ -127,11 +127,11 @@ class Gap:
         return self.simulated if self.shown is None else min(self.simulated, self.shown)
 
     def learn(self, filled: float, waited: float) -> float:
-        """Takes the time of the units in the gap, and for how long the pass then waited.
+        """Corrects the gap by the time of its units, and the time that the pass then still waited.
 
-        Returns by how much the units delayed the pass. One that did not wait does not show when its
-        input arrived: either as expected, before the units ended, or earlier than expected, and then
-        the gap is taken for somewhat shorter than its units.
+        Returns by how much the units delayed the pass. If a pass did not wait, its input arrived at an
+        unknown time before the units ended: when expected, if they took longer than the gap, or else
+        earlier. In both cases, the gap is then assumed to be shorter.
         """
         if waited > _WAITED_SECONDS:
             found, late = filled + waited, 0.0
@@ -144,7 +144,7 @@ class Gap:
 
 @dataclass
 class FillFigures:
-    """What one rank has filled. ``late_seconds`` include units that ran before a pass to be measured."""
+    """What one rank has filled. ``late_seconds`` also counts units that ran before a training pass."""
 
     units: float = 0.0
     seconds: float = 0.0
@@ -153,10 +153,11 @@ class FillFigures:
 
 
 class GapFiller:
-    """Runs the units of ``jobs``, the first ones first, in the passes of one rank.
+    """Runs units of ``jobs``, earlier jobs first, between the passes of one rank.
 
-    A few units of each job run before its first passes: the first ones may load or compile something,
-    and the others show how long a unit takes. So does one before each pass that is timed.
+    A few units of each job run before the first training passes: the first ones may load or compile
+    something, and the others show how long a unit takes. Later, one unit of each job is measured
+    before each training pass that is timed.
     """
 
     def __init__(
@@ -210,7 +211,7 @@ class GapFiller:
             self._running = iter(self._planned(table, rank, costs))
 
     def learn(self, costs: Costs) -> None:
-        """Takes the costs of a timed pass, which may have trained one model or two."""
+        """Plans with the costs of a timed pass from now on; it may have trained one model or two."""
         self._costs[len(costs.stages)] = costs
         self._simulated.clear()
 
@@ -226,7 +227,7 @@ class GapFiller:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """The pass waits in the context for its input, after :meth:`fill`."""
+        """Context in which a pass waits for its input, after :meth:`fill`; the wait is measured."""
         filled, self._filled = self._filled, None
         if filled is None:
             yield
@@ -244,7 +245,7 @@ class GapFiller:
         self._running = None
 
     def take_figures(self) -> FillFigures:
-        """Returns what was filled since the last call, as far as the device has come."""
+        """Returns what the device has run in gaps since the last call."""
         self._settle()
         figures, self.figures = self.figures, FillFigures()
         return figures
@@ -296,7 +297,7 @@ class GapFiller:
             self._settle()
 
     def _fitting(self, budget: float, used: UnitTimes) -> FillJob | None:
-        """Returns a job of which a unit fits into ``budget`` seconds after those that were run."""
+        """Returns a job whose unit fits into ``budget`` seconds of which ``used`` are spent, or None."""
         for job in self._ready:
             fits = job.usual is not None and (used + job.usual).usually_at_most <= budget
             if fits and self._memory.fits(job):
@@ -304,7 +305,7 @@ class GapFiller:
         return None
 
     def _settle(self) -> None:
-        """Reads the times of what the device has reached."""
+        """Reads the times of units and waits that the device has completed."""
         while self._unsettled and self._clock.is_past(self._unsettled[0][0]):
             self._unsettled.popleft()[1]()
 
@@ -350,8 +351,8 @@ class DeviceMemory:
     def measured(self, job: FillJob, *, is_alone: bool = False) -> Iterator[None]:
         """Raises a job's ``num_bytes`` to what the unit in the context needs.
 
-        A unit that reaches no new peak has needed at most what the passes need. Between passes,
-        whose peak must not be forgotten, no more is known; ``is_alone`` starts a new peak.
+        Between passes, the peak is not reset, since it is also that of the passes. A unit that does
+        not raise it is not measured: it needs no more than the passes. ``is_alone`` resets the peak.
         """
         if not self._is_cuda:
             yield

@@ -4,7 +4,7 @@
 """A user's function as work for the idle time of a pipeline (docs/how-to/fill-the-gaps.md).
 
 The function is called as ``job(context)`` and returns an iterator, as a generator does; each
-``next()`` of it runs a unit. After its end it is called again in the next step.
+``next()`` of it runs a unit. When the iterator ends, the function is called again in the next step.
 """
 
 import inspect
@@ -161,8 +161,8 @@ class _RandomNumbers:
 class _OwnThread:
     """Runs calls on one thread, while the caller waits.
 
-    What torch keeps for each thread stays apart from the training even if a generator yields inside
-    of a context: gradients on or off, autocast, the default device. The stream is the caller's.
+    Torch's state of a thread (gradients on or off, autocast, the default device) stays apart from
+    that of the training, even if a generator yields inside of a context. The stream is the caller's.
     """
 
     def __init__(self, name: str, device: torch.device) -> None:
@@ -174,7 +174,7 @@ class _OwnThread:
         self._thread.start()
 
     def call(self, function: Callable[[], Any], timeout_seconds: float) -> Any:
-        """Returns or raises what the function does; raises ``queue.Empty`` after the time."""
+        """Returns or raises what the function does; raises ``queue.Empty`` on a timeout."""
         self._calls.put(function)
         result, error = self._results.get(timeout=timeout_seconds)
         if error is not None:

@@ -1,11 +1,11 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Runs HelixPipe's tables (`tables/helix.py`), in which attention is on a rank of its own choice.
+"""Runs HelixPipe's tables (`tables/helix.py`), in which attention changes its rank by microbatch.
 
 Torch's runtime ties each stage to one rank, and keeps the outputs of forward passes until their
-backward pass. Here, a part with weights keeps its inputs alone, from which its backward pass
-recomputes it, and attention keeps what autograd saves. Both send their outputs and forget them.
+backward pass. Here, a part with weights keeps only its inputs, and its backward pass recomputes it
+from them. Attention keeps what autograd saves. Neither keeps outputs that were sent.
 """
 
 from collections.abc import Callable, Sequence
@@ -58,8 +58,8 @@ class HelixSchedule:
     Args:
         stages: This rank's parts with weights, numbered among the parts with weights.
         attention: A module with ``mask(named_inputs)`` and ``forward(q, k, v, mask)``.
-        make_table: Takes the number of microbatches.
-        costs: Costs of all parts, which order the exchanges; wrong ones cost only time.
+        make_table: Returns the table for a number of microbatches.
+        costs: Costs of all parts; they determine the order of exchanges. Wrong ones cost only time.
         loss: Called on the rank of the last part once per microbatch; None without backward passes.
         recomputes: Whether parts with weights are recomputed, except for the last one.
         chunk_tokens: Number of tokens of a row for which a middle part is computed at a time; 0
@@ -151,12 +151,12 @@ class HelixSchedule:
         return {}
 
     def example_of_exchanges(self) -> torch.Tensor:
-        """Returns a tensor as large as what parts, which must have run, exchange on average."""
+        """Returns a tensor of the average size of those that parts exchange; they must have run."""
         numel = sum(s.numel() for stage in (0, 1) for s, _ in self._exchanged(stage, forward=True))
         return torch.zeros(numel // 2, dtype=self._shapes[-1][1], device=self._device)
 
     def _learn_shapes(self) -> None:
-        """All layers exchange tensors of the same shapes, which the first part's rank tells."""
+        """Gets the shapes that all layers exchange; the first part's rank computes and sends them."""
         found: list[Any] = [None]
         if 0 in self._parts:
             with torch.no_grad():
@@ -167,7 +167,7 @@ class HelixSchedule:
         self._shapes = found[0]
 
     def _exchanged(self, stage: int, *, forward: bool) -> list[tuple[torch.Size, torch.dtype]]:
-        """Returns what the border before (backward: after) a part is crossed by."""
+        """Returns shapes and dtypes of the tensors that a part receives in a forward or backward pass."""
         before_attention = (stage % 2 == 1) == forward
         if before_attention:
             return self._shapes

@@ -4,13 +4,13 @@
 """Pipeline stages that hold the memory of their exchanges only as long as it is needed.
 
 Before release 2.15, torch's stage allocates a buffer for every microbatch before the first one
-arrives, and torch's runtime keeps every sent tensor until the step has ended. From 2.15 on,
-what remains is that a pass may have any number of microbatches.
+arrives, and torch's runtime keeps every sent tensor until the step has ended. From 2.15 on, the
+only difference to torch's stage is that a pass may have any number of microbatches.
 
 A deferred stage computes the weight gradients of its layers in the W action. Torch's own split
 traverses the graph once for the inputs and once for each group of parameters, and recomputes
-checkpointed blocks every time. Under FSDP2, before release 2.15, it accumulates gradients in
-the dtype of the parameters instead of that of the reduction.
+checkpointed blocks every time. Under FSDP2 before release 2.15, torch's split also accumulates
+gradients in the dtype of the parameters instead of that of the reduction.
 """
 
 import copy
@@ -39,10 +39,10 @@ from torchtitan.grpo.pipeline.pass_timer import Part, PassTimer
 
 
 def num_early_blocks(config: JobConfig) -> int:
-    """Number of a stage's blocks that may be recomputed before a gradient arrives; -1 means all.
+    """Returns how many blocks of a stage may be recomputed before a gradient arrives; -1 means all.
 
-    Compiled checkpoints are out, and stages whose parameters are freed after the forward pass: FSDP
-    gathers them again only when a gradient arrives.
+    Compiled checkpoints cannot be recomputed early. Neither can stages whose parameters are freed
+    after the forward pass: FSDP gathers them again only when a gradient arrives.
     """
     is_checkpointed = config.activation_checkpoint.mode in ("full", "selective")
     frees_parameters = config.parallelism.fsdp_reshard_after_forward == "always"
@@ -52,7 +52,7 @@ def num_early_blocks(config: JobConfig) -> int:
 
 
 class EarlyRecompute:
-    """The last ``num_blocks`` checkpointed blocks of a stage (-1: all), to be recomputed early.
+    """Recomputes the last ``num_blocks`` checkpointed blocks of a stage (-1: all) early.
 
     The last block takes no additional memory: the backward pass needs its activations first.
     """
@@ -73,7 +73,7 @@ class EarlyRecompute:
             self._marking = None
 
     def recompute(self, microbatch: int) -> GraphExecGroup:
-        """The backward pass must run in the group that is returned."""
+        """Recomputes a microbatch's blocks. Its backward pass must run in the returned group."""
         group = GraphExecGroup()
         with group:
             for mark in reversed(self._marks.pop(microbatch)):
@@ -170,7 +170,7 @@ class LeanStage(PipelineStage):
         return received.example()
 
     def receive_like(self, stage: "LeanStage", offset: int) -> None:
-        """Takes the shapes of another stage; ``offset`` is added to the numbers of stages."""
+        """Receives the shapes that another stage does, from stages whose numbers are ``offset`` higher."""
         assert isinstance(stage.args_recv_info, _OnDemand), "the stage has not run yet"
         self.args_recv_info = stage.args_recv_info.renumbered(offset)
 
@@ -226,7 +226,7 @@ class LeanStage(PipelineStage):
             self.early.forget()
 
     def recompute(self, microbatch: int) -> AbstractContextManager[Any]:
-        """The backward pass must run in the context that is returned."""
+        """Recomputes a microbatch's blocks. Its backward pass must run in the returned context."""
         assert self.early is not None, "the stage has no blocks that can be recomputed early"
         return self.early.recompute(microbatch)
 
@@ -271,7 +271,7 @@ class LeanStage(PipelineStage):
         return nullcontext() if self.timer is None else self.timer.measure(self.stage_index, kind)
 
     def _send(self, operations: list[dist.P2POp]) -> list[dist.P2POp]:
-        """Sends immediately. The runtime would keep the tensors of operations that it runs."""
+        """Sends immediately and returns no operations: the runtime would keep their tensors."""
         self._leaving = [work for work in self._leaving if not work.is_completed()]
         for op in operations:
             sent = dist.isend(op.tensor, group=op.group, group_dst=op.group_peer)
@@ -372,7 +372,7 @@ class DeferredStage(LeanStage):
         super().perform_reduce_grad(grad_scale_factor)
 
     def start_gradient_reduction(self) -> None:
-        """Torch calls it from release 2.15 on."""
+        """Torch calls this method from release 2.15 on."""
         self._check_that_none_waits()
         super().start_gradient_reduction()  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -400,7 +400,7 @@ class DeferredStage(LeanStage):
 
 
 def fsdp_params_of(module: nn.Module) -> dict[torch.Tensor, Any]:
-    """Returns FSDP2's objects by the gathered parameters, which a forward pass must have created."""
+    """Returns FSDP2's objects by gathered parameter. A forward pass must have run before."""
     return {
         param._unsharded_param: param
         for part in module.modules()

@@ -50,7 +50,7 @@ _WAITS: dict[_ComputationType, _ComputationType] = {
 
 @dataclass(frozen=True)
 class GapNumbers:
-    """Offset of a gap microbatch's stage numbers; such stages may share weights with trained ones."""
+    """What is added to a gap microbatch's stage numbers, and whether trained stages share its weights."""
 
     offset: int
     shares_weights: bool
@@ -68,7 +68,7 @@ def lower(
 
     ``gaps`` has an entry for each microbatch in a gap; they are numbered after the others.
     ``offsets`` are the numbers of the first stages of the models that are trained. Without
-    ``has_collectives``, whoever runs the actions gathers and reduces by itself.
+    ``has_collectives``, FSDP's collectives are left to whoever runs the actions.
     """
 
     def numbered(action: Action, kind: _ComputationType) -> _Action:
@@ -97,7 +97,7 @@ def lower(
 
 
 def exchanges(table: Table, simulation: Simulation) -> list[tuple[float, Action, Action]]:
-    """Returns ready time, sender and receiver of tensors, in the order of all ranks' queues."""
+    """Returns each tensor's ready time, sender and receiver, in the order in which ranks queue them."""
     found = []
     for receiver in simulation.ends:
         for alternatives in receiver.after(table):

@@ -13,7 +13,7 @@ Key = tuple[int, str, int]
 
 
 class Mail:
-    """Holds each tensor until it is taken or has been sent. Ranks are those of ``group``."""
+    """Holds each tensor until it is taken or has been sent. Peers are ranks within ``group``."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group, self._device = group, device

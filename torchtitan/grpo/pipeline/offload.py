@@ -3,7 +3,7 @@
 
 """Keeps activations of pipeline stages in host memory until their backward pass.
 
-Those that are held longest are moved, as by PipeOffload (https://arxiv.org/abs/2503.01328).
+The activations that are held longest are moved, as in PipeOffload (https://arxiv.org/abs/2503.01328).
 """
 
 import itertools
@@ -54,8 +54,8 @@ class HostCopies:
     def release(self) -> None:
         """Frees the memory of tensors whose copies were started before the previous call.
 
-        The training stream waits for these copies first; calls once per pass give each the time
-        of a pass. The host runs far ahead: if it asked for complete copies, it would find none.
+        The training stream waits for these copies first. With one call per pass, each copy has the
+        time of a pass. The host does not ask which copies are complete: it runs too far ahead.
         """
         if self._leaving_longer:
             # Copies run in order, so waiting for the last one is enough.
@@ -90,9 +90,9 @@ LEAST_BYTES = 1 << 16
 
 
 class ActivationOffload:
-    """Activations of one rank, of tensors of at least ``least_bytes``, in host memory.
+    """Keeps one rank's activations in host memory: the tensors of at least ``least_bytes``.
 
-    ``saved_bytes`` are those that a stage's last pass in :meth:`saving` moved, or could have moved.
+    ``saved_bytes`` is, by stage, what its last pass in :meth:`saving` moved or could have moved.
     """
 
     def __init__(self, device: torch.device, least_bytes: int = LEAST_BYTES) -> None:
@@ -171,7 +171,7 @@ class ActivationOffload:
 
 
 class _Moved:
-    """Memory, a flat tensor, that was moved to the host."""
+    """A flat tensor that was moved to the host."""
 
     def __init__(self, flat: torch.Tensor, copies: HostCopies) -> None:
         self.nbytes, self._copies, self._host = flat.nbytes, copies, copies.to_host(flat)
@@ -183,7 +183,7 @@ class _Moved:
         return self._arriving
 
     def forget(self) -> None:
-        """Memory from the training stream's pool must not be freed while another stream fills it."""
+        """Waits for a copy under way: another stream must not fill memory that was already freed."""
         if self._arriving is not None:
             self._arriving.get()
 
@@ -265,7 +265,7 @@ class OffloadPlan:
             )
 
     def learn(self, costs: Costs) -> None:
-        """Takes the costs of a timed step, and measures the bandwidth."""
+        """Measures the bandwidth, and plans with the costs of a timed step from now on."""
         self._costs = costs
         self._bandwidth = measured_bandwidth(self.memory, self._device)
         logger.info(
@@ -319,7 +319,7 @@ def longest_kept(kept: dict[Key, float]) -> list[Key]:
 def hidden_by_link(
     kept: dict[Key, float], saved_bytes: dict[int, int], bandwidth: float, seconds: float
 ) -> set[Key]:
-    """Returns the passes that a link of ``bandwidth`` bytes/s each way can move in ``seconds``."""
+    """Returns the passes whose activations can be moved and fetched at ``bandwidth`` in ``seconds``."""
     away: set[Key] = set()
     busy = 0.0
     for key in longest_kept(kept):

@@ -22,7 +22,7 @@ in place of the stage, the way of a tensor to the next rank and back."""
 
 
 class DeviceClock:
-    """Marks moments of a device: on a GPU events on the current stream, which the host runs ahead of."""
+    """Marks moments of a device. On a GPU, marks are events, since the host runs ahead of the stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
@@ -47,7 +47,7 @@ class DeviceClock:
 
 
 class PassTimer:
-    """Collects times by stage and part; on a GPU by events, for which only results wait."""
+    """Collects times by stage and part. On a GPU, only reading the results waits for the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._clock = DeviceClock(device)
@@ -73,10 +73,10 @@ def average_costs(
     memory: float,
     group: dist.ProcessGroup | None = None,
 ) -> Costs:
-    """Collective averages of the stages' times, and of a hop's, over a group; all ranks if None.
+    """Averages the times of stages and of a hop over a group's ranks, or over all if None. Collective.
 
-    FSDP's collectives connect the pipelines: all ranks must get the same costs. ``memory`` is that
-    of a microbatch's activations in one stage.
+    A schedule needs the same costs on all ranks, because FSDP's collectives connect the pipelines.
+    ``memory`` is what a microbatch's activations take in one stage.
     """
     of_ranks: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(of_ranks, timer.medians(), group=group)

@@ -39,13 +39,13 @@ class Schedule:
     """One row of the table of schedules.
 
     Attributes:
-        make_table: Takes the numbers of ranks and of microbatches, and the costs of all stages.
+        make_table: Makes a table, given the numbers of ranks and microbatches and all stages' costs.
         stages_per_rank: Number of stages of each rank; with ``allows_more_stages`` the minimum.
         allows_more_stages: Whether ``parallelism.pipeline_parallel_layers_per_stage`` may
-            divide the model into more stages, as many on each rank.
-        finishes_each_microbatch: Whether the last stage takes each microbatch back through its
-            output layer before the next one, whose logits can then use the same memory.
-        allows_one_stage: Whether each rank may hold a single stage in any case.
+            divide the model into more stages, the same number on each rank.
+        finishes_each_microbatch: Whether the last stage runs each microbatch backward through the
+            output layer before the next one forward, so that both can use the same memory for logits.
+        allows_one_stage: Whether each rank may hold a single stage even if the minimum is higher.
 
     With the placement ``helix``, stages are the parts of `tables/helix.py`, two for each layer and
     one more, and ``stages_per_rank`` means nothing.
@@ -76,8 +76,8 @@ class Schedule:
     def turns_second(self) -> bool:
         """True if the stages of a second trained model go from the last rank to the first.
 
-        Its first passes are then on the ranks that wait for the other model's. Where backward passes
-        are split, little waiting is left, and tables are as short with both in one direction.
+        Its first passes are then on the ranks that wait for the first model's. Where backward passes
+        are split, ranks hardly wait, and tables are as short with both models in one direction.
         """
         return not (self.is_zero_bubble or self.divides_layers)
 
@@ -149,7 +149,7 @@ LAYER_SCHEDULES = {name: row for name, row in SCHEDULES.items() if not row.divid
 
 
 def candidates(num_ranks: int, total_stages: int | None = None) -> list[Schedule]:
-    """Returns the schedules among which ``auto`` chooses, beside Helix, whose parts it measures apart.
+    """Returns the schedules among which ``auto`` chooses, but not Helix, which it measures separately.
 
     ``total_stages`` None allows any number.
     """
@@ -160,7 +160,7 @@ def candidates(num_ranks: int, total_stages: int | None = None) -> list[Schedule
 
 
 def assumed_microbatches(num_ranks: int) -> int:
-    """Returns the microbatches of an optimizer step and pipeline for which ``auto`` chooses.
+    """Returns how many microbatches per optimizer step and pipeline ``auto`` assumes.
 
     The actual number in a step depends on the lengths of the completions.
     """

@@ -27,9 +27,10 @@ def schedule_of(settings: Parallelism) -> Schedule:
 def stage_modules(settings: Parallelism, num_layers: int) -> list[list[str]]:
     """Returns the names of each stage's modules: those of the configuration, or an even division.
 
-    Under Helix, a stage is a part with weights, and its modules are parts of two layers. Embedding and output layer count as ``pipeline_parallel_first_stage_less_layers`` and
-    ``pipeline_parallel_last_stage_less_layers`` layers. Raises ValueError if the division is
-    impossible, incomplete or unfit for the schedule.
+    Under Helix, a stage is a part with weights, and its modules are parts of two layers. In an even
+    division, the embedding counts as ``pipeline_parallel_first_stage_less_layers`` layers, and the
+    output layer as ``pipeline_parallel_last_stage_less_layers``. Raises ValueError if the division
+    is impossible, incomplete or unfit for the schedule.
     """
     if schedule_of(settings).divides_layers:
         _check_parts(settings, num_layers)
@@ -49,7 +50,10 @@ def stage_modules(settings: Parallelism, num_layers: int) -> list[list[str]]:
 def _even_division(
     num_stages: int, num_layers: int, first_less: int, last_less: int
 ) -> list[list[str]]:
-    """Divides layers, of which the first and the last stage get so many less; earlier stages get the rest."""
+    """Divides layers evenly, but the first and last stage get ``first_less`` and ``last_less`` fewer.
+
+    A remainder goes to the earlier stages, one layer each.
+    """
     per_stage, rest = divmod(num_layers + first_less + last_less, num_stages)
     if num_stages > 1 and (per_stage == 0 or max(first_less, last_less) > per_stage):
         raise ValueError(
@@ -82,7 +86,7 @@ def _part_modules(num_layers: int) -> list[list[str]]:
 
 
 def _check_listed_modules(settings: Parallelism, num_layers: int) -> None:
-    """Upstream silently drops a module that no stage lists: neither trained nor sent to servers."""
+    """Checks what upstream does not: a module in no stage would be neither trained nor sent to servers."""
     listed = settings.module_fqns_per_model_part
     assert listed is not None
     layers = [f"layers.{i}" for i in range(num_layers)]
@@ -155,7 +159,7 @@ def ends_one_at_a_time(settings: Parallelism) -> bool:
 
 
 def stage_ranks(settings: Parallelism, total_stages: int) -> list[int]:
-    """Returns the pipeline rank of each stage; for ``auto``, while it measures."""
+    """Returns the pipeline rank of each stage; for ``auto``, the rank while it measures."""
     degree, schedule = settings.pipeline_parallel_degree, schedule_of(settings)
     if schedule.divides_layers:
         return [part % degree for part in range(total_stages)]

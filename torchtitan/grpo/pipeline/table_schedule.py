@@ -29,7 +29,7 @@ from torchtitan.grpo.system.logs import logger
 class GapStage(LeanStage):
     """A stage that runs forward passes inside the training pass of another model.
 
-    To the runtime, successive numbers are neighbors: one unused number separates models.
+    Torch's runtime takes successive numbers for neighbors: one unused number separates models.
     ``trained`` is the trained stage with the same module, if there is one.
     """
 
@@ -66,7 +66,7 @@ class GapModel:
 
 @dataclass
 class GapRows:
-    """Rows that a pass may run in its gaps. It sets ``num_done``, and outputs on the last rank."""
+    """Rows that a pass may run in its gaps. The pass sets ``num_done``, and ``outputs`` on the last rank."""
 
     model: GapModel
     inputs: list[tuple[Any, ...]]
@@ -86,8 +86,8 @@ def second_offset(num_stages: int) -> int:
 class TableSchedule(_PipelineScheduleRuntime):
     """Runs tables of this package on torch's runtime, for any number of microbatches.
 
-    Torch infers the shapes that stages exchange in the first pass only. No other schedule may
-    use the ``stages`` of this rank, but one that trains them ``beside`` its own. ``costs`` order the
+    Torch infers the shapes that stages exchange in the first pass only. Another schedule may use
+    this rank's ``stages`` only to train them ``beside`` its own. ``costs`` determine the order of
     exchanges; wrong ones cost only time. ``loss`` is called on the rank of the last stage once per
     microbatch; None without backward passes.
     """
@@ -135,7 +135,7 @@ class TableSchedule(_PipelineScheduleRuntime):
     def add_gap_model(self, stages: list[LeanStage]) -> GapModel:
         """Registers a model for forward passes in gaps, on all ranks in the same order.
 
-        Its stages are placed as the trained ones, and have run in another schedule.
+        Its stages must be placed like the trained ones, and must have run in another schedule before.
         """
         is_trained = stages[0].submod is self.stages[0].submod
         offset = (2 + len(self._gap_models)) * second_offset(stages[0].num_stages)
@@ -158,11 +158,11 @@ class TableSchedule(_PipelineScheduleRuntime):
     ) -> list[torch.Tensor]:
         """Runs microbatches through the pipeline; collective over its ranks.
 
-        Each has arguments of the first stage (``inputs``, empty on other ranks), keyword
-        arguments of every stage, and a second argument of the loss (``targets``, on the last
-        stage's rank). ``waiting`` is in descending order of urgency. ``beside`` trains another model
-        with the same microbatches; both must have run. Returns the last stage's outputs on its rank
-        if ``returns_outputs``, and otherwise an empty list.
+        Each microbatch has arguments of the first stage (``inputs``, empty on other ranks), keyword
+        arguments of every stage, and a second argument of the loss (``targets``, on the last stage's
+        rank). ``waiting`` rows may run in gaps, the most urgent first. ``beside`` trains another
+        model with the same microbatches; both must have run before. Returns the last stage's outputs
+        on its rank if ``returns_outputs``, and otherwise an empty list.
         """
         self._n_microbatches = len(named_inputs)
         self._beside = beside
@@ -191,7 +191,7 @@ class TableSchedule(_PipelineScheduleRuntime):
         return list(last.output_chunks) if last is not None and returns_outputs else []
 
     def take_metrics(self) -> dict[str, float]:
-        """Returns what this rank's gaps and its host memory took up since the last call."""
+        """Returns how much ran in gaps and was moved to host memory on this rank since the last call."""
         in_gaps, self._num_gap_microbatches = self._num_gap_microbatches, None
         metrics = {} if in_gaps is None else {"pipeline/gap_microbatches": float(in_gaps)}
         if self._offload is not None:
@@ -302,7 +302,7 @@ class TableSchedule(_PipelineScheduleRuntime):
     def _maybe_compute_loss(
         self, stage: Any, output: Any, targets: Any, microbatch: int, *_: Any, **__: Any
     ) -> None:
-        """Computes the loss of the stage's model, of which torch knows only one."""
+        """Computes the loss of the model that the stage belongs to; torch knows only one model."""
         if isinstance(stage, GapStage) or not stage.is_last:
             return
         other = self._beside
@@ -314,7 +314,7 @@ class TableSchedule(_PipelineScheduleRuntime):
         return self._losses.pop((stage.stage_index, microbatch), None)
 
     def _assert_unsharded(self, stage: Any) -> None:
-        """Checks the stage whose parameters were gathered."""
+        """Checks a trained stage in place of a gap stage with its weights, which are gathered once."""
         if isinstance(stage, GapStage) and stage.trained is not None:
             stage = stage.trained
         super()._assert_unsharded(stage)

@@ -29,12 +29,12 @@ _GROUP_MULTIPLE = 8
 
 @dataclass(frozen=True)
 class Groups:
-    """Numbers, sorted into groups that lie one behind the other, each padded to a multiple.
+    """Items, sorted into groups that lie one behind the other, each padded to a multiple.
 
     Attributes:
-        source: [places] int64, which of the numbers lies at a place; padding has 0.
-        place: [numbers] int64, where each of them lies.
-        sizes: [groups] int64, of the padded groups.
+        source: [places] int64, the index of the item at a place; 0 in padding.
+        place: [items] int64, the place of each item.
+        sizes: [groups] int64, the sizes of the padded groups.
     """
 
     source: torch.Tensor
@@ -43,7 +43,7 @@ class Groups:
 
     @classmethod
     def of(cls, numbers: torch.Tensor, num_groups: int, multiple: int = 1) -> "Groups":
-        """Groups [numbers] int64, below ``num_groups``, in their order; waits for no device."""
+        """Groups items by ``numbers`` [items] int64 below ``num_groups``, stably; waits for no device."""
         count, order = len(numbers), numbers.argsort(stable=True)
         groups = torch.arange(num_groups + 1, device=numbers.device)
         begins = torch.searchsorted(numbers[order], groups)
@@ -79,17 +79,17 @@ class _Spread(torch.autograd.Function):
 
 
 def spread(x: torch.Tensor, groups: Groups, copies: int = 1) -> torch.Tensor:
-    """Maps [rows, dim] to [places, dim], where row i is that of ``copies`` numbers from i * copies."""
+    """Maps [rows, dim] to [places, dim]; row i is copied for each of ``copies`` items from i * copies on."""
     return _Spread.apply(x, groups, copies)  # pyright: ignore[reportReturnType]
 
 
 def collect(x: torch.Tensor, groups: Groups) -> torch.Tensor:
-    """Maps [places, dim] to [numbers, dim]."""
+    """Maps [places, dim] to [items, dim]."""
     return x.index_select(0, groups.place)
 
 
 class GroupedExperts(nn.Module):
-    """Experts of which each computes a group of rows; under expert parallelism, those of this rank."""
+    """Experts, each of which computes a group of rows. With expert parallelism, a rank has some of them."""
 
     expert_group: dist.ProcessGroup | None = None
     """The ranks that share the experts, in their order."""
@@ -144,7 +144,7 @@ class GroupedExperts(nn.Module):
         return collect(self._compute(spread(x, groups, copies), groups.sizes), groups)
 
     def _compute(self, x: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
-        """Maps [places, dim] with padded groups of these sizes; behind the last one lies anything."""
+        """Maps [places, dim] with padded groups of these ``sizes``; what lies behind them is undefined."""
         is_grouped = has_grouped_products(x)
         counts = sizes.cumsum(0, dtype=torch.int32) if is_grouped else sizes.tolist()
         hidden = self.gate(self.product(x, self.w1, counts), self.product(x, self.w3, counts))
@@ -160,7 +160,7 @@ class GroupedExperts(nn.Module):
 
 
 def has_grouped_products(x: torch.Tensor) -> bool:
-    """On a CPU, computing in bfloat16, as a grouped product does, loses precision for no gain."""
+    """Returns whether products are grouped. On a CPU, their bfloat16 would lose precision for no gain."""
     return x.is_cuda
 
 
@@ -177,7 +177,7 @@ def multiply_groups(x: torch.Tensor, weight: torch.Tensor, counts: Any) -> torch
 
 
 class Gate(nn.Linear):
-    """Under tensor parallelism, every rank holds it whole and computes a part of its gradient."""
+    """Under tensor parallelism, every rank holds the whole weight and computes a part of its gradient."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return F.linear(input, summed_part(self.weight))

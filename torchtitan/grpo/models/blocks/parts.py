@@ -78,8 +78,8 @@ def linear(
 class GroupedAttention:
     """Heads of queries in groups that share a key and a value (https://arxiv.org/abs/2305.13245).
 
-    The mask is causal. With a ``window``, a token sees so many tokens, its own included.
-    ``has_bias`` is that of queries, keys and values.
+    The mask is causal. With a ``window``, a token sees at most that many tokens, itself included.
+    ``has_bias`` says whether the projections to queries, keys and values have biases.
     """
 
     dim: int
@@ -196,7 +196,7 @@ class RoutedExperts:
     """Each token is computed by its ``top_k`` experts (https://arxiv.org/abs/1701.06538).
 
     Their outputs are weighted by the softmax of all experts' scores; ``normalizes`` makes the
-    weights of a token sum to 1. Nothing balances the experts: the server has no such bias either.
+    weights of a token sum to 1. Nothing balances the experts' load: servers have no bias for it either.
     """
 
     dim: int
@@ -274,7 +274,7 @@ class Layer:
         return own + self.feed_forward.products
 
     def _kept_products(self) -> list[Part]:
-        """Those that checkpointing by operation keeps: every second one.
+        """Returns the products whose results checkpointing by operation keeps: every second one.
 
         Products of experts are not counted, nor those to which a bias is added, nor the router's, which
         ``per_op_sac_force_recompute_mm_shapes_by_fqns`` names.
@@ -285,7 +285,7 @@ class Layer:
     def kept_channels(self, mode: str) -> float:
         """Returns the channels of a token that the layer keeps for its backward pass.
 
-        ``mode`` is ``none``, ``full``, ``op``, or a number: full checkpointing of its multiples.
+        ``mode`` is ``none``, ``full``, ``op``, or a number n: full checkpointing of every n-th layer.
         """
         if mode.isdigit():
             part = 1 / max(int(mode), 1)

@@ -3,7 +3,7 @@
 
 """Rotary embeddings (https://arxiv.org/abs/2104.09864), which follow ``config.json``.
 
-transformers computes scaled ones: linear, Llama 3.1's, and YaRN (https://arxiv.org/abs/2309.00071).
+transformers computes scaled frequencies: linear, Llama 3.1's, and YaRN (https://arxiv.org/abs/2309.00071).
 """
 
 from dataclasses import dataclass

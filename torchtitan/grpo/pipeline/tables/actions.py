@@ -29,7 +29,7 @@ class Action(NamedTuple):
         return f"{self.stage}{self.kind}{self.microbatch}"
 
     def after(self, table: "Table") -> Iterator["tuple[Action, ...]"]:
-        """Yields what must be complete first: alternatives, one of which is in the table."""
+        """Yields what must be complete before this action, each as alternatives; the table has one."""
         stage, kind, microbatch = self
         if kind in ("F", "G"):
             if not table.is_first(stage):
@@ -51,7 +51,7 @@ class Table:
     the first model.
 
     A stage without weights may be on another rank for each microbatch: with ``shifts``, microbatch
-    m of stage s is on rank ``ranks[s] + shifts[s] * m``, counted round and round.
+    m of stage s is on rank ``ranks[s] + shifts[s] * m``, modulo the number of ranks.
     """
 
     ranks: tuple[int, ...]
@@ -73,7 +73,7 @@ class Table:
         return bisect_right(self.first_stages, stage) - 1
 
     def number(self, stage: int, offsets: Sequence[int]) -> int:
-        """Returns a stage's number if those of each model begin at an offset."""
+        """Returns a stage's number when each model's stages are numbered from its own offset."""
         model = self.model(stage)
         return offsets[model] + stage - self.first_stages[model]
 
@@ -109,11 +109,11 @@ class StageCosts:
     """Costs of one stage for a microbatch of average size.
 
     Times are those of F, I (with recomputation of checkpointed blocks), W and B; None for B means
-    that of I and W, but a split can take additional time. ``activation`` is the memory that F
-    allocates, freed at the end of I or B, and ``pending`` that of I, freed at the end of W.
+    the sum of I and W, but a split can take additional time. ``activation`` is memory that F
+    allocates, freed at the end of I or B. ``pending`` is memory that I allocates, freed at the end of W.
     ``recompute`` is the time within I or B in which checkpointed blocks are recomputed, which a
     rank can do while it waits for the gradient from another rank. ``shared`` is the part of
-    ``activation`` that a stage before it keeps as well, if that is on the same rank.
+    ``activation`` that the previous stage keeps as well, if it is on the same rank.
     """
 
     forward: float
@@ -136,8 +136,8 @@ class StageCosts:
 class Costs:
     """What a schedule's actions cost, by stage.
 
-    ``hop`` is the time to send a tensor while both ranks compute. ``sizes`` are the microbatches' times relative to an average one, by the packing of rows; empty
-    if all are 1.
+    ``hop`` is the time to send a tensor while both ranks compute. ``sizes`` are the microbatches' times
+    relative to an average one, which depend on the packing of rows; empty if all are 1.
     """
 
     stages: tuple[StageCosts, ...]

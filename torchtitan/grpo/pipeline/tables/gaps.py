@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Fills the idle time of a table with forward passes of other rows, as those of a later minibatch
+"""Fills the idle time of a table with forward passes of other rows, such as a later minibatch's
 through the reference model (PipeFill, https://arxiv.org/abs/2410.07192).
 """
 
@@ -37,8 +37,8 @@ def fill_gaps(table: Table, costs: Costs, limit: int) -> Table:
 
 
 def idle_before(table: Table, simulation: Simulation, rank: int) -> list[float]:
-    """Returns for how long a rank waits before each of its passes. After the last one it is not
-    counted as idle: what follows is the optimizer step.
+    """Returns how long a rank waits before each of its passes. The time after its last pass does not
+    count as idle: the optimizer step follows.
     """
     actions = table.actions[rank]
     free_at = [0.0, *(simulation.ends[action] for action in actions)]
@@ -49,7 +49,7 @@ def idle_before(table: Table, simulation: Simulation, rank: int) -> list[float]:
 
 
 def _gaps_of(table: Table, simulation: Simulation) -> Gaps:
-    """The step ends when the last rank has ended."""
+    """Returns each rank's idle times until the last rank has ended."""
     gaps: Gaps = []
     for actions in table.actions:
         ends = [0.0, *(simulation.ends[action] for action in actions)]
@@ -61,7 +61,7 @@ def _gaps_of(table: Table, simulation: Simulation) -> Gaps:
 def _place(
     microbatch: int, table: Table, costs: Costs, gaps: Gaps
 ) -> tuple[list[tuple[Action, float]], Gaps] | None:
-    """Returns a microbatch's earliest time in each stage, and what is left; None if it won't fit."""
+    """Returns a microbatch's earliest start in each stage, and the gaps left; None if it does not fit."""
     ready, starts, left = 0.0, [], list(gaps)
     for stage in table.gap_stages:
         rank, action = table.ranks[stage], Action(stage, "G", microbatch)

@@ -10,8 +10,8 @@ does not wait for the attention of another one, which takes most of the time of 
 
 As in the paper, up to twice as many microbatches as there are ranks are under way (a loop). Here,
 a rank takes whichever action is ready, in the order that proves the fastest of several, instead of
-completing all forward passes of a loop before the first backward pass. The last part takes each
-microbatch back before it begins the next one, so that only one microbatch has logits.
+completing all forward passes of a loop before the first backward pass. The last part runs each
+microbatch's backward pass before the next forward pass, so that only one microbatch has logits.
 """
 
 import heapq
@@ -45,9 +45,9 @@ _ORDERS: tuple[Order, ...] = (
 def helix(
     num_ranks: int, num_microbatches: int, costs: Costs, *, is_forward_only: bool = False
 ) -> Table:
-    """Returns the fastest table of several placements of attention and orders.
+    """Tries several placements of attention and several orders, and returns the fastest table.
 
-    ``costs`` has an entry for each part, an odd number of them.
+    ``costs`` has an entry for each part; the number of parts is odd.
     """
     assert len(costs.stages) % 2, f"a model of L layers has 2 L + 1 parts, got {len(costs.stages)}"
     tries = itertools.product((0, 1), (1, -1), _ORDERS)

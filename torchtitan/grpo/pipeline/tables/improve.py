@@ -45,8 +45,8 @@ def improve(
 
 
 def _output_layer(action: Action, table: Table) -> Iterator[tuple[Action, ...]]:
-    """The last stage completes each backward pass before the next microbatch, to save memory of
-    logits. Only the first of several models has them.
+    """Yields what precedes an action so that the last stage completes each backward pass before the
+    next microbatch. This saves memory of logits, which only the first of several models has.
     """
     stage, kind, microbatch = action
     if kind == "F" and stage == table.gap_stages[-1] and microbatch > 0:
@@ -76,9 +76,9 @@ delays every rank that needs the missed one: with slow hops, and microbatches of
 class Work:
     """The numbered actions of a table; lists have an entry for each action.
 
-    ``changes`` are those of memory. Equal ``kinds`` run in the order of microbatches.
-    ``before`` are the actions for which one waits, ``after`` those that wait for it, each with
-    the hop's time.
+    ``changes`` are changes of memory. Actions of equal ``kinds`` run in the order of microbatches.
+    ``before`` lists the actions that an action waits for, and ``after`` those that wait for it,
+    each with the time of a hop between them.
     """
 
     actions: list[Action]
@@ -175,8 +175,8 @@ class _Packer:
     """Makes orders in which each free rank runs an action that can run, or waits for one, but at
     most for ``patience``.
 
-    They deviate from ``orders`` where a rank would wait; only the next action there may exceed
-    ``max_memory``. The lowest number of ``prefer`` runs first.
+    They deviate from ``orders`` where a rank would wait, or where ``prefer`` gives a later action a
+    lower number. Only a rank's next action in ``orders`` may exceed ``max_memory``.
     """
 
     def __init__(

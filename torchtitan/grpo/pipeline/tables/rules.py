@@ -40,7 +40,7 @@ def gpipe(num_ranks: int, num_microbatches: int) -> Table:
 
 
 def one_forward_one_backward(num_ranks: int, num_microbatches: int) -> Table:
-    """1F1B (https://arxiv.org/abs/1806.03377), with the least in flight."""
+    """1F1B (https://arxiv.org/abs/1806.03377), with the fewest microbatches in flight."""
     return _one_stage(num_microbatches, range(num_ranks, 0, -1))
 
 

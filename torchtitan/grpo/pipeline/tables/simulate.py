@@ -21,7 +21,8 @@ class TableError(ValueError):
 class Simulation:
     """Times and memory of a table, in the units of the costs.
 
-    Of each rank: ``busy`` computing, ``spans`` from first start to last end, and memory ``peaks``.
+    For each rank, ``busy`` is its time of computing, ``spans`` that from its first start to its last
+    end, and ``peaks`` its largest memory.
     """
 
     starts: dict[Action, float]
@@ -106,7 +107,7 @@ def peak_memory(actions: tuple[Action, ...], costs: Costs, table: Table) -> floa
 
 
 def _shared(action: Action, costs: Costs, table: Table) -> float:
-    """Returns what an action keeps (frees, if below 0) that an earlier stage holds as well."""
+    """Returns the memory that an action keeps (below 0: frees) and that the previous stage also holds."""
     size, stage = costs.stages[action.stage].shared, action.stage
     if size == 0 or stage == 0 or action.kind not in "FIB":
         return 0.0

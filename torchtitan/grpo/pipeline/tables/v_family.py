@@ -3,9 +3,9 @@
 
 """Zero-bubble schedules in V placement with a chosen amount of memory: V-Min, V-Half and V-ZB.
 
-They repeat a building block, the passes of one microbatch, once per period; the time for which
-a rank keeps it determines the memory (https://arxiv.org/abs/2405.15362). `improve.py` closes
-the gaps at both ends, and those where times differ from the block's.
+They repeat a building block, the passes of one microbatch, once per period. The time for which
+a rank keeps a microbatch determines the memory (https://arxiv.org/abs/2405.15362). `improve.py`
+closes the gaps at both ends, and those where times differ from the block's.
 """
 
 import itertools
@@ -61,7 +61,7 @@ def _v_schedule(
 
 
 def _blocks(num_ranks: int, offsets: tuple[tuple[int, ...], ...]) -> Iterator[Block]:
-    """In some blocks, the microbatch waits for one more cell where it turns at an end of the V."""
+    """Yields blocks. In some, the microbatch waits for one more cell where it turns at an end of the V."""
     found = []
     for own, turns in itertools.product(offsets, ((0, 0, 0), (0, 1, 0), (1, 0, 0))):
         block = building_block(num_ranks, own, turns)
@@ -71,8 +71,8 @@ def _blocks(num_ranks: int, offsets: tuple[tuple[int, ...], ...]) -> Iterator[Bl
 
 
 def building_block(num_ranks: int, offsets: tuple[int, ...], turns: tuple[int, ...]) -> Block:
-    """Places the passes of one microbatch so that the block can be repeated once per period, later
-    than ``offsets`` if a cell is taken.
+    """Places the passes of one microbatch so that the block can be repeated once per period. A pass is
+    later than ``offsets`` demand if its cell is taken.
 
     ``turns`` are additional cells at the last rank, at the last stage, and at the last rank again.
     """
@@ -115,7 +115,7 @@ def held(block: Block, num_ranks: int) -> int:
 
 
 def repeated(block: Block, num_ranks: int, num_microbatches: int) -> Table:
-    """Repeats the block of each microbatch a period after the previous one."""
+    """Returns the table in which each microbatch's block begins a period after the previous one's."""
     ranks = ranks_of_stages(num_ranks, 2, "v")
     timed: list[list[tuple[int, Action]]] = [[] for _ in range(num_ranks)]
     for (stage, kind), cell in block.items():
