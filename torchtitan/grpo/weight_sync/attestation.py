@@ -5,15 +5,15 @@
 
 A server that keeps tensors as they are sent must serve them bit for bit, which checksums verify.
 Under bfloat16, nothing else detects small damage: one matrix with 1 % of noise changes
-log-probabilities by a tenth of what rounding does. But checksums do not show that the kernels use these tensors, and
-some servers fuse or pack tensors, so that checksums cannot be compared.
+log-probabilities by a tenth of what rounding does. But checksums do not show that the kernels use
+these tensors, and some servers fuse or pack tensors, so that checksums cannot be compared.
 
 So each server must also reproduce the trainer's log-probabilities of fixed tokens (the probe).
 Dropout is off and no token is sampled, so both sides differ only by the rounding of their kernels,
-which depends on GPU, model and the server's settings. The difference is measured once, under weights that both sides are known to
-have (a server that nobody has pushed to serves the directory that the trainer has loaded), and a
-multiple of it is the bound from then on. A measured difference that is larger than kernels can
-explain is never used.
+which depends on GPU, model and the server's settings. The difference is measured once, under weights
+that both sides are known to have (a server that nobody has pushed to serves the directory that the
+trainer has loaded), and a multiple of it is the bound from then on. A measured difference that is
+larger than kernels can explain is never used.
 """
 
 import asyncio

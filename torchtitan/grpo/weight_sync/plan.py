@@ -117,7 +117,7 @@ def plan_buckets(
 
 
 def _with_adapters_behind(assemblies: Sequence[Assembly]) -> list[Assembly]:
-    """Puts each LoRA adapter right behind its target, because a bias in between could begin a bucket."""
+    """Puts each LoRA adapter right behind its target, as a bias in between could start a new bucket."""
     weights = {a.name for a in assemblies if not is_adapter(a.name)}
     adapters_of: dict[str, list[Assembly]] = {}
     for assembly in assemblies:
