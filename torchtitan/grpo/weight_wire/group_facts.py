@@ -6,8 +6,8 @@
 NCCL does not adapt one rank to another:
 
 - A communicator refuses ranks with different versions of NCCL, and torch makes it only with the
-  first broadcast, in the middle of a push. If the versions set up communicators with different data,
-  the ranks wait for each other forever.
+  first broadcast, in the middle of a push. Ranks wait for each other if their versions set up a
+  communicator with different data.
 - A communicator refuses two ranks on one GPU.
 - ``NCCL_CUMEM_ENABLE`` decides how a rank shares its buffers on a host. Each rank opens the others'
   buffers by its own setting, which fails if the settings differ.

@@ -122,7 +122,7 @@ class WeightFiles:
         }
 
     def stored(self, name: str, shape: Sequence[int] | None = None) -> Stored:
-        """Finds a tensor; ModelError if it is missing, ambiguous, quantised, or of another shape."""
+        """Finds a tensor; ModelError if missing, ambiguous, of no plain dtype, or of another shape."""
         found = self._found.get(name)
         if not found:
             self.refuse_missing(name)

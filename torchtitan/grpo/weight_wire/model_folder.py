@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Tells what a model folder holds, for messages and checks. Servers use it too; torch is not needed."""
+"""Reads and checks a folder that is named as a model; for trainer and servers, without torch."""
 
 import json
 from pathlib import Path
@@ -70,9 +70,9 @@ def require_undamaged(
 ) -> None:
     """Raises ModelError for a directory that this project has exported and that has changed since.
 
-    Other directories have no checksums. A text file, such as a chat template, may be gone or have
-    another size, since users edit them. Ranks can divide the files into ``num_shares``. ``weights``
-    selects the weights, or else all other files.
+    Other directories have no checksums. Text files, such as chat templates, that are gone or have
+    another size are not compared, because users edit them. Ranks can divide the files into
+    ``num_shares``. ``weights`` selects the weights, or else all other files.
     """
 
     def is_wanted(name: str, size: int) -> bool:

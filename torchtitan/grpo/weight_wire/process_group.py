@@ -90,7 +90,7 @@ def create_weight_group(
 
 @functools.cache
 def _gloo_on_route() -> str:
-    """Registers gloo on an address of the group's own. Torch has only one address per process."""
+    """Registers gloo on a chosen address; torch itself has one address for the whole process."""
 
     def make(options: Any, address: str) -> dist.ProcessGroupGloo:
         made: Any = dist.ProcessGroupGloo  # whose type stub lacks options
@@ -170,8 +170,8 @@ def own_group_facts(device: torch.device) -> GroupFacts:
 def nccl_version() -> str:
     """Returns the version of the NCCL that torch uses, such as ``2.29.7``, by asking the library.
 
-    ``torch.cuda.nccl.version()`` is the one that torch was built with; images with SGLang or vLLM often hold a
-    newer one.
+    ``torch.cuda.nccl.version()`` is the one that torch was built with; images with SGLang or vLLM
+    often hold a newer one.
     """
     try:
         # Torch has loaded it, so this is the same library and not a second one.

@@ -62,7 +62,7 @@ class WeightGroup:
         device: torch.device,
         turn: AbstractContextManager[None] = nullcontext(),  # noqa: B008  (it has no state)
     ) -> None:
-        """Receives one payload of rank 0 into ``tensor``, which is contiguous and as large.
+        """Receives one payload of rank 0 into ``tensor``, contiguous and of the payload's size.
 
         Over NCCL, ``tensor`` may lie on the device, or in pinned host memory, into which the device
         copies each piece. ``turn`` is entered while broadcasts are launched; see ``LaunchOrder`` in

@@ -8,7 +8,8 @@
 Announced buckets are received into staging while the old weights are served. ``collect``
 returns only a whole, verified update. The server swaps it in, and then calls ``settle``. Any other
 update is dropped, and the served weights do not change. A delta is applied to a copy of the weights
-that were settled last. They must be its base version, completely received in its dtype.
+that were settled last. It is refused unless these are its base version, completely
+received in the delta's dtype.
 
 vLLM's workers and the embedded server differ in the :class:`StagingPlace`, the check against
 the model, and the swap.
@@ -126,7 +127,7 @@ class UpdateSession:
         return future
 
     def read(self, folder: str) -> None:
-        """Queues the reading of a directory; ValueError if its weights do not fit the model."""
+        """Queues the reading of a directory; ValueError if a weight does not fit the model."""
         headers = WeightFiles(Path(folder), "model_path").headers()
         self._check_fit(headers, [stored.shape for stored in headers.values()])
         dtypes = {

@@ -318,7 +318,7 @@ class Staging:
             self._settle(item, error)
 
     def _put_early(self) -> None:
-        """Queues buckets that waited for an earlier one that will not be announced any more."""
+        """Queues buckets that waited for an earlier bucket, since that one will not be received."""
         with self._lock:
             for early in self._early.values():
                 self._put(early)

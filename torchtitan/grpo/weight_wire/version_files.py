@@ -96,7 +96,7 @@ class VersionDirectories:
 
 
 def read_weights(folder: str) -> dict[str, torch.Tensor]:
-    """Reads all weights; ValueError if a file is damaged, or contradicts ``checksums.json``."""
+    """Reads all weights; ValueError if there are none, or they contradict ``checksums.json``."""
     stored, tensors = WeightFiles(Path(folder), "model_path").headers(), {}
     for file in dict.fromkeys(one.file for one in stored.values()):
         try:
