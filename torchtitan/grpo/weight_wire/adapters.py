@@ -27,7 +27,7 @@ from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec
 
 
 def is_of_adapters(bucket: BucketSpec) -> bool:
-    """Whether a bucket holds adapters. Raises ValueError if they are a delta, or beside weights."""
+    """Returns whether a bucket holds adapters; ValueError if they are a delta or beside weights."""
     if bucket.lora_scale is None:
         return False
     if bucket.num_changed is not None:
