@@ -67,7 +67,7 @@ class Evaluations:
         self.num_left_out = self.num_begun_again = 0
 
     def is_due(self, step: int) -> bool:
-        """Returns whether to :meth:`begin` after this step: it is due, or one must be repeated."""
+        """Returns whether to :meth:`begin` after this step: an evaluation is due, or must be repeated."""
         is_usual = self._is_on and self._interval > 0 and step % self._interval == 0
         return is_usual or self._must_begin
 

@@ -40,7 +40,7 @@ from torchtitan.grpo.upstream.parallelism import (
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """How a model is built on the meta device and parallelized, and its parameters' names on disk.
+    """How a model is built on the meta device and parallelized, and how files name its parameters.
 
     Attributes:
         model_args: The arguments of ``model_cls``.

@@ -92,7 +92,7 @@ def lengths_of(config: LRScheduler, num_steps: int) -> tuple[int, int]:
 
 
 def describe_shortened(config: LRScheduler, num_steps: int) -> str | None:
-    """Describes a warm-up or decay that had to be shortened; None if both fit."""
+    """Describes lengths that were shortened. ``decay_ratio = 1`` means all steps that are left."""
     warmup, decay = lengths_of(config, num_steps)
     used = []
     if warmup < config.warmup_steps:

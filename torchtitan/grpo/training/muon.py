@@ -58,8 +58,8 @@ def adjusted_rate(rate: float, kind: AdjustRate, shape: torch.Size) -> float:
 class Muon(torch.optim.Optimizer):
     """Muon for plain or sharded matrices, and batches of them in three dims.
 
-    All ranks of a mesh must step the same matrices. ``weight_decay`` is scaled by ``lr`` itself,
-    updates by the :func:`adjusted_rate`.
+    All ranks of a mesh must step the same matrices. ``lr`` scales ``weight_decay`` unadjusted; only
+    updates use the :func:`adjusted_rate`.
     """
 
     def __init__(
