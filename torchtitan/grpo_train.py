@@ -233,14 +233,14 @@ class GRPOTrainer(Trainer):
         return True
 
     def _before_step(self) -> None:
-        """Waits until neither a checkpoint nor a push reads the weights, and states are back."""
+        """Waits until lent optimizer states are back and no checkpoint or push reads the weights."""
         self.loan.before_step()
         self.checkpointer.maybe_wait_for_staging()
         with self.clock.measure("boundary_stall"), self.clock.measure("fence"):
             self.publisher.fence()
 
     def _publish(self, slot: int) -> None:
-        """Starts a push of the current weights, and scores the probe with them when it is due."""
+        """Starts a push of the weights; if it is attested, computes the probe's log-probabilities."""
         self.enter("publishing weights")
         self.publisher.publish(self.step, slot)
         if self.publisher.is_attested(self.step):
@@ -344,7 +344,7 @@ class GRPOTrainer(Trainer):
         record_start(self.config, self.step, sys.argv[1:], self.source.servers)
 
     def _should_stop(self) -> bool:
-        """Ends a wait for rollouts: on a stop request, a failed publisher, a guard."""
+        """Returns whether to stop waiting for rollouts: stop request, failed publisher, guard, lost rank."""
         has_failed = hasattr(self, "publisher") and self.publisher.failure is not None
         link = self.source.link if self.source is not None else None
         is_lost = link is not None and self.guards.judge_servers(self.step + 1, link.stuck_seconds)
@@ -373,7 +373,7 @@ class GRPOTrainer(Trainer):
         self.publisher.wait_for(version, timeout_seconds, self._should_stop_waiting)
 
     def _should_stop_waiting(self) -> bool:
-        """Ends a wait for a push; raises if the rollout process says why it ended."""
+        """Returns whether to stop waiting for a push; raises what ended the rollout process."""
         if self.source is not None:
             self.source.attend()
         return self.stop.requested

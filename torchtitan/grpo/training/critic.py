@@ -63,10 +63,10 @@ NUM_MOMENTS = 9
 
 @dataclass(frozen=True)
 class Estimates:
-    """Advantages and targets of the decisions of some rows, [decisions] float64.
+    """Advantages and targets of some rows' decisions (see `gae.py`), [decisions] float64.
 
-    ``moments``, [9] float64, are those of the advantages of tokens, of the returns, and of the
-    returns minus the values: parts of a batch can be added.
+    ``moments``, [9] float64, are the :func:`moments` of the tokens' advantages, of the returns, and of
+    the returns minus the values. The moments of parts of a batch can be added up.
     """
 
     decisions: Decisions
@@ -80,7 +80,7 @@ class Estimates:
         return torch.cat([self.moments_about(0.0), moments(self.returns), moments(errors)])
 
     def moments_about(self, mean: float) -> torch.Tensor:
-        """Returns [3] float64, those of the advantages of tokens about the mean of a batch."""
+        """Returns the moments of the tokens' advantages about a batch's ``mean``, [3] float64."""
         return moments(self.advantages[self.decisions.of_token], mean)
 
     def advantages_on_tokens(
@@ -112,7 +112,7 @@ def estimate(
 ) -> Estimates:
     """Computes advantages and targets of rows from values [rows, seq] and rewards [samples].
 
-    ``ref_logprobs``, [rows, seq], subtract a KL penalty from the reward of each token; None does not.
+    With ``ref_logprobs`` [rows, seq], a KL penalty is subtracted from the reward of each token.
     """
     decisions = find_decisions(rows.loss_mask, rows.sequence_ids, critic.level)
     of_decisions = token_rewards(rewards.to(values.device), rows.sample_ids, decisions)
@@ -153,7 +153,7 @@ class CriticLoss(TraineeLoss):
 
 @dataclass
 class Critic(Trainee):
-    """The model with its optimizer and learning-rate schedule, which join the checkpoints."""
+    """The critic's model, optimizer and learning-rate schedule. Checkpoints hold all three."""
 
     settings: Settings
 

@@ -37,9 +37,9 @@ class Evaluations:
 
     :meth:`begin` requests one beside training, and the first :meth:`collect` that finds the result
     records it; neither waits. One of several servers keeps the evaluated weights
-    (``evaluation.pin``) for at most ``evaluation.timeout_seconds``. If it becomes the last one that
-    can take new weights, or leaves the run, the evaluation begins again after the step.
-    ``before_wait`` is the loan's, for :meth:`run`, in which nothing is trained.
+    (``evaluation.pin``) for at most ``evaluation.timeout_seconds``. If that server becomes the last one
+    that can take new weights, or leaves the run, the evaluation begins again after the step.
+    ``before_wait`` may lend the ranks' devices, because nothing is trained during :meth:`run`.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Evaluations:
         self.num_left_out = self.num_begun_again = 0
 
     def is_due(self, step: int) -> bool:
-        """Returns whether to :meth:`begin` after this step, also one refused or given up before."""
+        """Returns whether to :meth:`begin` after this step: an evaluation is due, or must be repeated."""
         is_usual = self._is_on and self._interval > 0 and step % self._interval == 0
         return is_usual or self._must_begin
 

@@ -3,8 +3,8 @@
 
 """The frame of a training rank: torchtitan's trainer up to its first step, for one kind of model.
 
-Torchtitan's own is a different class in each of its releases, and builds dataloaders, tokenizers and
-losses that rollouts do not need.
+Torchtitan's own trainer is a different class in each release, and builds dataloaders, tokenizers and
+losses that training on rollouts does not need.
 """
 
 import os
@@ -40,15 +40,15 @@ from torchtitan.grpo.upstream.parallelism import (
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """How a model is built on the meta device, divided, and named in Hugging Face's words.
+    """How a model is built on the meta device and parallelized, and how files name its parameters.
 
     Attributes:
         model_args: The arguments of ``model_cls``.
-        state_dict_adapter: Made of the arguments and the path of a directory.
-        parallelize_fn: (model, meshes, configuration) -> model, all layouts but pipelines.
+        state_dict_adapter: (model arguments, path of a Hugging Face directory) -> adapter.
+        parallelize_fn: (model, meshes, configuration) -> model, for all layouts except pipelines.
         pipelining_fn: (model, meshes, configuration, device) -> schedule, its loss, and this rank's
             parts.
-        schedule_steps: Length of the schedule of the learning rate; None for that of the settings.
+        schedule_steps: Length of the learning-rate schedule; None for the configured length.
     """
 
     model_args: Any

@@ -29,7 +29,7 @@ class GradientClipper:
         return [p for part in self._parts for p in part.parameters()]
 
     def clip(self) -> torch.Tensor:
-        """Clips in place and returns the earlier norm, on the device."""
+        """Clips in place and returns the norm before clipping, on the device."""
         twins = self._add_up_tied()
         # The copy in the last stage is another name of what the first stage counts.
         uncounted = {id(parameter) for parameter in twins}
@@ -46,8 +46,8 @@ class GradientClipper:
     def largest(self, norm: float, group: dist.ProcessGroup) -> tuple[str, float]:
         """Returns the parameter with the largest gradient, and its share of the square of ``norm``.
 
-        Collective over all ranks, which ``group`` joins on the CPU, after :meth:`clip`. Clipping has
-        scaled all gradients alike, so that ordinary steps need not keep a norm of each.
+        Called after :meth:`clip`, which has scaled all gradients alike, so that ordinary steps need no
+        norm of each parameter. Collective over all ranks; ``group`` joins them on the CPU.
         """
         trained = {n: p for n, p in named_parameters(list(self._parts)) if p.requires_grad}
         norms = [_whole_norm(parameter) for parameter in trained.values()]
@@ -58,7 +58,7 @@ class GradientClipper:
         return name, min((largest / min(norm, self._max_norm)) ** 2, 1.0)
 
     def _add_up_tied(self) -> list[nn.Parameter]:
-        """Adds up the gradients of a weight in two stages; returns the last stage's copy."""
+        """Adds up the gradients of a tied weight's two copies; returns the last stage's copy."""
         if not (self._dims.pp_enabled and is_tied(self._parts[0])):
             return []
         first = [_weight(part) for part in self._parts if embeds_tokens(part)]
@@ -104,7 +104,7 @@ def _weight(stage: nn.Module) -> nn.Parameter:
 
 
 def _whole_norm(parameter: torch.Tensor) -> torch.Tensor:
-    """Returns the norm of a gradient, all of whose ranks must call this."""
+    """Returns the norm of a gradient. Collective over the ranks that share the parameter."""
     # A rank without a gradient takes part in the sum as well.
     grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
     norm = torch.nn.utils.get_total_norm([grad], foreach=True)

@@ -37,7 +37,7 @@ class GuardStopped(RunError):
 
 
 class Verdict(IntEnum):
-    """Fate of an optimizer step; the greater one counts."""
+    """What becomes of an optimizer step; of several verdicts, the greatest counts."""
 
     TAKE = 0
     SKIP = 1
@@ -50,7 +50,7 @@ _VERDICTS = {"warn": Verdict.TAKE, "skip": Verdict.SKIP, "stop": Verdict.STOP}
 class Guards:
     """Judges batches and optimizer steps, and counts findings.
 
-    ``say`` is called with a line for each, on rank 0. ``reason`` tells why the run is to end.
+    ``say`` is called with a line for each finding, on rank 0. ``reason`` says why the run must end.
     """
 
     def __init__(self, config: JobConfig, say: Callable[[str], None]) -> None:
@@ -87,7 +87,7 @@ class Guards:
         return self._of_rewards
 
     def is_spike(self, norm: float) -> bool:
-        """Returns whether a norm that is to be judged is far above those of the last steps."""
+        """Returns whether a norm not yet judged is far above those of the last steps."""
         return math.isfinite(norm) and self._is_outlier(norm, self._norms, _SPIKE_FACTOR)
 
     def judge(
@@ -96,7 +96,7 @@ class Guards:
         """Judges an optimizer step by its loss metrics, and by the norm before clipping.
 
         ``grad_norm`` is None if only a critic learns. A critic's metrics and norm, if it has one, are
-        among the ``metrics``. ``spike`` says where the gradient of a spike is.
+        among the ``metrics``. ``spike`` names the largest gradient if the norm is a spike.
         """
         found = self._findings(grad_norm, metrics, spike)
         for guard in list(self._in_a_row):
@@ -171,7 +171,7 @@ class Guards:
         return f"{name} is {value:.4g}, above guards.{guard}_limit = {limit:g}"
 
     def judge_unscored(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Judges, on rank 0, a batch by the completions that were left out since the last one."""
+        """Judges a batch by the completions left out since the last batch; on rank 0."""
         if self._guards.unscored == "off" or "rollout/unscored_fraction" not in metrics:
             return
         if (found := self._above("rollout/unscored_fraction", metrics, "unscored")) is not None:

@@ -46,7 +46,7 @@ class GradientParts:
         return self._mass == 0
 
     def scale_of(self, part: TrainBatch) -> float:
-        """Registers a part; returns the factor of its loss, 0 if it is left out."""
+        """Registers a part; returns the factor of its loss, 0 if its mass is 0."""
         self._parts.append(part)
         self._mass += part.mass
         self._unit = self._unit or part.mass
@@ -54,7 +54,7 @@ class GradientParts:
 
     @property
     def last_scale(self) -> float:
-        """Makes gradient and losses those of the whole step."""
+        """Factor that turns the summed gradient and losses into those of the whole step."""
         return self._unit / self._mass
 
     @property
@@ -74,8 +74,8 @@ class GradientParts:
 class StepResult:
     """Result of a batch's optimizer steps, with metrics of all ranks.
 
-    ``batch`` may be the last part, with the counts of all. ``spikes`` say where the gradients of
-    spikes are.
+    ``batch`` may be the last part of a batch, with the counts of all parts. ``spikes`` holds a text
+    for each spike of the gradient, with the parameter whose gradient is largest.
     """
 
     batch: TrainBatch
@@ -112,8 +112,8 @@ class Learner:
     """Takes the optimizer steps of a batch on every rank.
 
     ``before_step`` returns once the optimizers may use their states, and nothing reads the weights
-    that they overwrite. ``trainees`` are the policy and, behind it, the scorer's critic if it has one,
-    which learns from the same minibatches and steps at the same time.
+    that they overwrite. ``trainees`` are the policy and then the scorer's critic, if there is one. The
+    critic learns from the same minibatches and steps at the same time.
     """
 
     scorer: Scorer
@@ -153,7 +153,7 @@ class Learner:
     ) -> StepResult | None:
         """Takes the one step of a batch in parts; see :class:`GradientParts`.
 
-        ``next_part`` returns None if the run is to end, and so does this, or if a guard ends it.
+        Returns None if a guard ends the run, or if ``next_part`` returns None because the run ends.
         """
         gradient = GradientParts()
         self.policy.runner.begin_step(step)
@@ -174,7 +174,7 @@ class Learner:
         return None
 
     def end_step(self) -> None:
-        """Moves the reference and the learning rates on, after the steps of a batch."""
+        """Updates the reference and the learning rates after the steps of a batch."""
         if self.scorer.reference is not None:
             self.scorer.reference.follow(self.policy.parts)
         for trainee in self.trainees:
@@ -229,7 +229,7 @@ class Learner:
         scale: float = 1.0,
         waiting: Sequence[ForwardJob] = (),
     ) -> None:
-        """Adds the gradients of those that learn in this step, in one pass if that is possible."""
+        """Adds the gradients of the trainees that learn in this step, if possible in one pass."""
         learning = [trainee for trainee in self.trainees if trainee.learns(step)]
         losses = [trainee.loss(minibatch, scale) for trainee in learning]
         first, *others = (TrainJob(t.runner, x) for t, x in zip(learning, losses, strict=True))
@@ -269,7 +269,7 @@ def build_learner(
     enter: Callable[[str], None],
     before_step: Callable[[], None],
 ) -> Learner:
-    """Returns a trainer's learner, whose reference model and critic join the checkpoints."""
+    """Returns a trainer's learner. Checkpoints will include its reference model and critic."""
     config: JobConfig = trainer.job_config  # pyright: ignore[reportAssignmentType]
     reference = None
     if config.grpo.kl_coef > 0:

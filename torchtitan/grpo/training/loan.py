@@ -3,12 +3,12 @@
 
 """Lends the devices of all ranks to servers, and reclaims them.
 
-Rank 0 announces a loan while it waits for the first part of a batch, so that the other ranks wait
-for that batch in :meth:`Loan.receive`. All ranks make room and meet, and only then are servers
-woken. A batch arrives once these servers sleep again. The devices are also lent before the first
-batch, while servers start and evaluate, and after the last one. They are never lent in the middle
-of a batch that arrives in parts, because its gradient is incomplete then. Which servers wake and
-sleep is the lender's to say (`rollout/lending/lender.py`).
+Rank 0 announces a loan while it waits for the first part of a batch. The other ranks wait for that
+batch in :meth:`Loan.receive`. Servers are woken only after all ranks have made room. A batch arrives
+once these servers sleep again. The devices are also lent before the first batch, while servers start
+and evaluate, and after the last one. They are never lent in the middle of a batch that arrives in
+parts, because its gradient is incomplete then. The lender (`rollout/lending/lender.py`) decides which
+servers wake and sleep.
 
 A rank gives up gradients, parameters that FSDP2 has gathered, and memory that torch caches. With
 ``optimizer.offload_while_lent``, the optimizer's states wait in pinned host memory. Parameters, the
@@ -44,7 +44,7 @@ _WAIT_SECONDS = 120.0
 _POLL_SECONDS = 0.002
 
 Copies = Sequence[tuple[torch.Tensor, torch.Tensor]]
-"""Targets with their sources, of which each is a plain tensor or a DTensor."""
+"""Pairs of a target and its source; each is a plain tensor or a DTensor."""
 
 
 class CudaMemory:
@@ -126,7 +126,7 @@ class CudaMemory:
         return before.elapsed_time(after) / 1e3
 
     def release(self) -> int:
-        """Returns unused memory to the system, and tells how many bytes."""
+        """Gives unused memory back to the system, and returns the number of bytes."""
         before = torch.cuda.memory_reserved(self._device)
         torch.cuda.empty_cache()
         return before - torch.cuda.memory_reserved(self._device)
@@ -135,9 +135,9 @@ class CudaMemory:
 class Room:
     """The memory that one rank gives up and reclaims, on the training thread.
 
-    Give up only between batches: gradients of a batch that is incomplete would be lost. All
-    methods may be called at any other time, and repeated calls have no further effect. States that
-    were given up can be read, such as for a checkpoint: they are in host memory then.
+    Call :meth:`give` only between batches, because it drops gradients. The other methods may be called
+    at any time, and repeated calls have no further effect. States that were given up can still be
+    read, for example for a checkpoint, because they are in host memory then.
 
     ``parts`` are all models on the device. ``memory`` is None on a CPU, where freed tensors return to
     the system, and states have nowhere to move to. ``offloads`` is ``optimizer.offload_while_lent``.
@@ -161,7 +161,7 @@ class Room:
         self._given: set[tuple[torch.Tensor, str]] = set()
 
     def give(self) -> int:
-        """Gives up memory. Returns the bytes that the system has now, beside those of last time.
+        """Gives up memory. Returns the number of bytes that this call has freed.
 
         Raises TimeoutError if the copy to host memory does not end, and RuntimeError if host memory
         is short.
@@ -200,7 +200,7 @@ class Room:
             self._memory.await_copies()
 
     def reclaim_seconds(self) -> float:
-        """Returns how long the last :meth:`reclaim` copied, once; 0 if there is nothing new."""
+        """Returns the duration of the last reclaim's copies; 0 if it was returned before."""
         return 0.0 if self._memory is None else self._memory.take_copy_seconds()
 
     def _move_states_out(self, memory: CudaMemory) -> None:
@@ -220,7 +220,7 @@ class Room:
             self._given.add((parameter, name))
 
     def _states(self) -> Iterable[tuple[dict[str, torch.Tensor], torch.Tensor, str]]:
-        """Yields the dict, the parameter and the name of each state, but not counts of steps."""
+        """Yields each optimizer state's dict, parameter and name, except for step counts."""
         for optimizer in self._optimizers:
             for parameter, states in optimizer.state.items():
                 for name, state in states.items():
@@ -267,7 +267,7 @@ class Loan:
             self.until = version
 
     def tell(self) -> None:
-        """Tells the rollout process of the loan, also one that was started after it."""
+        """Tells the rollout process of the loan; called again if that process is restarted."""
         if self.until is not None:
             self.notify(self.until)
 
@@ -299,7 +299,7 @@ class Loan:
             ) from error
 
     def receive(self) -> TrainBatch | Signal:
-        """Waits for rank 0's next message, and makes room when it says so. Not for rank 0."""
+        """Waits for rank 0's next message; makes room if rank 0 says so. For all other ranks."""
         while (received := self._feed.receive()) is Signal.LEND:
             assert self._room is not None, "rank 0 lends, and so do all ranks of the run"
             self._give(self._room)

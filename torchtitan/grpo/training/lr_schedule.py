@@ -80,7 +80,7 @@ def build_lr_schedulers(
     *,
     num_steps: int | None = None,
 ) -> Schedules:
-    """``num_steps=None`` lays them over ``lr_scheduler.total_steps`` or ``training_steps``."""
+    """By default, ``num_steps`` is ``lr_scheduler.total_steps`` or else ``training_steps``."""
     total = config.total_steps if config.total_steps is not None else training_steps
     return Schedules(optimizers, schedule_of(config, total if num_steps is None else num_steps))
 
@@ -92,7 +92,7 @@ def lengths_of(config: LRScheduler, num_steps: int) -> tuple[int, int]:
 
 
 def describe_shortened(config: LRScheduler, num_steps: int) -> str | None:
-    """Describes lengths that do not fit; ``decay_ratio = 1``, all that is left, always fits."""
+    """Describes lengths that were shortened. ``decay_ratio = 1`` means all steps that are left."""
     warmup, decay = lengths_of(config, num_steps)
     used = []
     if warmup < config.warmup_steps:
@@ -114,7 +114,7 @@ def factors_of(scheduler: Any) -> list[Factor]:
 
 
 def schedule_of(config: LRScheduler, num_steps: int) -> Factor:
-    """The warm-up takes precedence, and the decay gets what it leaves. Afterwards the last rate stays."""
+    """Warm-up goes first; decay gets at most the steps that are left. Then the last rate stays."""
     warmup, decay = lengths_of(config, num_steps)
     return partial(
         _factor,

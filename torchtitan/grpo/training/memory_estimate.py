@@ -3,9 +3,9 @@
 
 """Estimates the memory of a training step on one rank, before anything is built.
 
-States follow from shapes and layout. Activations are all tensors that a layer's backward pass needs, which
-the rows of its blocks know (`models/blocks/parts.py`). For compiled blocks, which keep less, they are upper
-bounds.
+States follow from shapes and layout. Activations are all tensors that a layer's backward pass needs;
+`models/blocks/parts.py` has their sizes for each kind of block. For compiled blocks, which keep less,
+they are upper bounds.
 """
 
 import math
@@ -37,12 +37,12 @@ class TrainingMemory:
         whole_parameters: Parameters gathered and cast, if they are kept between microbatches.
         whole_gradients: Gradients before they are reduced, if they are kept likewise.
         working: Buffers of FSDP and of the output layer at one time.
-        always_whole: Whether parameters are whole at the end of a forward pass in any case.
-        adds_to_shards: Whether reduced gradients exist beside those that are kept.
+        always_whole: Whether parameters are gathered at the end of a forward pass in any case.
+        adds_to_shards: Whether reduced gradients exist beside the unreduced ones that are kept.
         per_token: Activations of a token for each mode of activation checkpointing.
         recomputed: FLOPs that each mode adds to a step, as a fraction.
         critic: The critic's parameters and gradients, if there is one.
-        critic_optimizer: The states of its optimizer.
+        critic_optimizer: The states of the critic's optimizer.
     """
 
     parameters: int
@@ -235,7 +235,7 @@ def _head_bytes(config: JobConfig, shapes: Mapping[str, tuple[int, ...]], layout
 
 
 def _mask_bytes(config: JobConfig, itemsize: int) -> int:
-    """A dense mask, and what attention adds to its scores in its place."""
+    """A dense mask of booleans, and the same mask as numbers that attention adds to its scores."""
     if config.grpo.packed_attention != "sdpa":  # `auto` takes it on GPUs only for short rows
         return 0
     return (1 + itemsize) * microbatch_tokens(config) * config.training.seq_len

@@ -52,7 +52,7 @@ def hf_train_spec(
 
 
 def scoring_settings(config: JobConfig, head_dim: int | None = None) -> ScoringSettings:
-    """Returns the settings of token scoring; ``head_dim=None`` if every kernel takes the heads."""
+    """Returns the settings of token scoring; ``head_dim=None`` if every kernel supports its heads."""
     grpo = config.grpo
     return ScoringSettings(
         attention=choose_packed_attention(config, utils.device_type, head_dim),
@@ -70,7 +70,7 @@ def scoring_settings(config: JobConfig, head_dim: int | None = None) -> ScoringS
 def tried_train_spec(
     model: HFModel, config: JobConfig, device: torch.device, schedule_steps: int | None = None
 ) -> ModelSpec:
-    """Tries the model's attention on the device first."""
+    """Returns the model's spec, after its attention has been tried on the device."""
     try_packed_attention(config, device, model.model_args.head_dim)
     return hf_train_spec(model, config, schedule_steps)
 
@@ -138,9 +138,9 @@ def build_reference(trainer: Trainer) -> Reference:
 def build_beside(
     trainer: Trainer, make: Callable[[], nn.Module], *, is_second: bool = False
 ) -> "tuple[list[LeanStage], list[nn.Module]]":
-    """Builds a model in the policy's layout, with random weights: its stages, if any, and parts.
+    """Builds a second model in the policy's layout, with random weights.
 
-    ``is_second`` is that of :func:`split_model`.
+    Returns its pipeline stages, if any, and its parts. ``is_second`` is passed to :func:`split_model`.
     """
     config: Any = trainer.job_config
     dims = trainer.parallel_dims
@@ -197,7 +197,7 @@ VALUE_HEAD = ("output.weight",)
 
 
 def critic_args(model_args: Any) -> DecoderArgs:
-    """Returns the arguments of the policy's model for a critic, which has no output to be tied."""
+    """Returns the policy's model arguments for a critic, whose output layer is never tied."""
     return replace(model_args, enable_weight_tying=False)
 
 
@@ -215,7 +215,10 @@ def parameter_shapes(config: JobConfig, model: HFModel) -> dict[str, tuple[int, 
 def build_without_memory(
     config: JobConfig, model: HFModel
 ) -> tuple[nn.Module, Callable[[str], StateDictAdapter]]:
-    """Returns the model on the meta device, whose arguments it changes, and a maker of adapters."""
+    """Returns ``model`` built on the meta device, and a function from a path to its state-dict adapter.
+
+    Changes the arguments of ``model``.
+    """
     spec = hf_train_spec(model, config, config.training.steps)
     args: Any = model.model_args
     args.update_from_config(config)

@@ -58,7 +58,8 @@ def adjusted_rate(rate: float, kind: AdjustRate, shape: torch.Size) -> float:
 class Muon(torch.optim.Optimizer):
     """Muon for plain or sharded matrices, and batches of them in three dims.
 
-    All ranks of a mesh step the same ones. ``lr`` scales ``weight_decay`` without its adjustment.
+    All ranks of a mesh must step the same matrices. ``lr`` scales ``weight_decay`` unadjusted; only
+    updates use the :func:`adjusted_rate`.
     """
 
     def __init__(

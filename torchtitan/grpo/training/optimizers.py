@@ -24,9 +24,9 @@ _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 class Optimizers(Stateful):
-    """The optimizers of each of a rank's model parts, as one.
+    """Makes the optimizers of all of a rank's model parts act as one.
 
-    A checkpoint holds states by parameter names, and loads under any layout.
+    A checkpoint holds their states by parameter name, and can be loaded under any layout.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ def build_optimizers(model_parts: Sequence[nn.Module], config: Optimizer) -> Opt
 
 
 def split_parameters(part: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Returns matrices inside of blocks, batches of experts included, and all other parameters.
+    """Returns the matrices of blocks, stacked experts included, and all other parameters.
 
     The others are norms, biases, embedding and output layer, whose rows belong to tokens.
     """

@@ -26,8 +26,8 @@ from torchtitan.grpo.weight_sync.attestation import attested_tokens
 class PolicyProbe:
     """Computes the logprobs of fixed tokens with the current weights, in any layout.
 
-    It runs on the training thread of all ranks and waits for no server. Only the result of the rank
-    that ``is_speaker`` counts, which must see the output.
+    It runs on the training thread of all ranks and waits for no server. The result is that of the one
+    rank that ``is_speaker``, which must see the model's output.
     """
 
     def __init__(

@@ -20,7 +20,7 @@ from torchtitan.grpo.training.runner import ForwardRunner, ModelRunner, WholeMod
 
 
 class BaseReference(ForwardRunner):
-    """Computes logprobs under the base model, already in memory: no own weights or checkpoint state."""
+    """Uses the policy without its LoRA adapters as reference, so it has no weights of its own."""
 
     def __init__(self, runner: ForwardRunner, parts: Sequence[nn.Module]) -> None:
         self._runner, self._parts = runner, list(parts)
@@ -56,7 +56,7 @@ def base_reference(
 
 
 class Reference(ForwardRunner):
-    """Computes logprobs under the reference; ``offload`` leaves it in host memory between uses."""
+    """A reference with weights of its own; ``offload`` keeps them in host memory between uses."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class Reference(ForwardRunner):
 
     @torch.no_grad()
     def follow(self, policy_parts: Sequence[nn.Module]) -> None:
-        """Moves the weights, each rank its shards, towards the policy's; ``ema`` is the part kept."""
+        """Moves this rank's shards towards the policy's; ``ema`` is the weight of the old values."""
         if self.ema == 0:
             return
         self._move(self.device)
@@ -106,7 +106,7 @@ class Reference(ForwardRunner):
 class PartsState(Stateful):
     """Checkpoint state of model parts, read from the parts each time.
 
-    Upstream's ``ModelWrapper`` keeps tensors that a model which moves between devices has no more.
+    Upstream's ``ModelWrapper`` keeps tensors, which a model no longer uses once it changes devices.
     """
 
     def __init__(self, parts: Sequence[nn.Module]) -> None:

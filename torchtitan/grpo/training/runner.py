@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from torchtitan.grpo.pipeline.lean_stage import LeanStage
 
 LossFunction = Callable[[torch.Tensor, slice], torch.Tensor]
-"""Scalar loss of a slice of the minibatch's rows, from the model's output [rows, seq, 2 + k], or
-[rows, seq, 1] of a critic.
+"""Scalar loss of a slice of the minibatch's rows, from the output of the policy, [rows, seq, 2 + k] (k
+tokens of a teacher), or of a critic, [rows, seq, 1].
 
 Losses are summed over microbatches and ranks.
 """
@@ -38,7 +38,7 @@ class ForwardRunner(ABC):
     """True if this rank sees the output, as holder of the last pipeline stage."""
 
     stages: "Sequence[LeanStage]" = ()
-    """Pipeline stages for forward passes, also in the gaps of training passes; else empty."""
+    """Pipeline stages that may also run forward in gaps of training passes; empty if none may."""
 
     @abstractmethod
     def forward(self, rows: TrainRows) -> torch.Tensor | None:
@@ -49,8 +49,9 @@ class ForwardRunner(ABC):
         """
 
     def to_all(self, output: torch.Tensor | None, rows: TrainRows) -> torch.Tensor:
-        """Returns an output [rows, seq] float32 on all ranks that train the rows, from those that
-        see it. Collective.
+        """Sends an output, [rows, seq] float32, from ranks that see it to all that train the rows.
+
+        Collective.
         """
         assert output is not None, "a model without stages is seen by every rank"
         return output
@@ -100,7 +101,7 @@ class ForwardJob:
 
 @dataclass(frozen=True)
 class TrainJob:
-    """A forward and backward pass of a model, with its loss, over the same rows as another one."""
+    """A second model's forward and backward pass, with its loss, over the first model's rows."""
 
     runner: "ModelRunner"
     loss: LossFunction
@@ -115,7 +116,7 @@ class ModelRunner(ForwardRunner):
         waiting: Sequence[ForwardJob] = (),
         beside: TrainJob | None = None,
     ) -> None:
-        """Adds the gradients of the rows' loss to those of the parameters, and does the job ``beside``.
+        """Adds the gradients of the rows' loss to the parameters' ``grad``, and runs the job ``beside``.
 
         Pipelines train both models in one pass, and run ``waiting`` passes of other rows in idle
         time, the most urgent ones first.
@@ -174,7 +175,7 @@ class WholeModelRunner(ModelRunner):
 
 
 def model_inputs(rows: TrainRows, *, trains: bool = False) -> dict[str, Any]:
-    """Returns a :class:`PackedModel`'s inputs besides tokens; only losses use a teacher's tokens."""
+    """Returns a :class:`PackedModel`'s inputs besides tokens; a teacher's tokens if it ``trains``."""
     has_top = trains and "teacher_top_ids" in rows.columns
     top = {"other_ids": rows.columns["teacher_top_ids"]} if has_top else {}
     return top | {

@@ -38,7 +38,7 @@ from torchtitan.grpo.types import NO_TOKEN
 
 
 class MinibatchLoss(TraineeLoss):
-    """The policy's; ``teacher`` is set if a teacher may have rated rollouts."""
+    """The policy's loss; ``teacher`` is set if a teacher may have rated rollouts."""
 
     def __init__(
         self, scored: ScoredRows, config: GRPO, scale: float = 1.0, teacher: Teacher | None = None
@@ -76,9 +76,9 @@ class MinibatchLoss(TraineeLoss):
 
 
 def with_top_k(rows: TrainRows, top_k: int) -> TrainRows:
-    """Returns rows with ``top_k`` tokens of the teacher, none of them rated if no rollout is.
+    """Returns rows with ``top_k`` teacher tokens at each position, all unrated if none were rated.
 
-    Raises ValueError if rollouts have another number of them.
+    Raises ValueError if the rollouts have another number of teacher tokens.
     """
     columns = dict(rows.columns)
     for name in ("teacher_top_ids", "teacher_top_logprobs"):
@@ -106,8 +106,8 @@ class Scorer:
     """Computes advantages, and other policies' logprobs, before a batch's first optimizer step.
 
     Pipelines may delay passes that can wait. With one optimizer step the current policy is the
-    proximal one, and needs no pass. ``teacher`` is None if none may have rated rollouts. With a ``critic``, advantages
-    are those of its values.
+    proximal one, and needs no pass. ``teacher`` is None if no rollout can have been rated by one. With
+    a ``critic``, advantages are computed from its values.
     """
 
     config: GRPO
@@ -122,7 +122,8 @@ class Scorer:
     def score(self, batch: TrainBatch, *, is_critic_alone: bool = False) -> list[Minibatch]:
         """Scores a batch, or a part of one. Collective.
 
-        A critic adds to its moments. While it learns alone, what only the policy needs is left out.
+        Also adds to a critic's ``moments``. While the critic learns alone, skips passes that only the
+        policy needs.
         """
         top_k = 0 if self.teacher is None else self.teacher.top_k
         minibatches = [with_top_k(rows, top_k).to(self.device) for rows in batch.minibatches]
@@ -152,7 +153,7 @@ class Scorer:
         ref: Sequence[ForwardJob | None],
         samples: SampleTable,
     ) -> tuple[list[TrainRows], list[ValueTargets]]:
-        """Fills in the advantages of a critic's values, with what the critic learns from them."""
+        """Returns rows with advantages from the critic's values, and the targets that it learns from."""
         # The critic's last stage may be on another rank than the policy's: both need the estimates.
         rewards, found = torch.from_numpy(samples.rewards), []
         for rows, job in zip(minibatches, ref, strict=True):

@@ -135,7 +135,7 @@ class PipelineRunner(PipelineForwardRunner, ModelRunner):
                 stage.store.check_empty()
 
     def _can_train(self, other: ModelRunner) -> "TypeGuard[PipelineRunner]":
-        """Returns whether one pass can train another model, too. It cannot infer shapes."""
+        """Returns whether one pass can train another model too. Such a pass cannot infer shapes."""
         if not (self._trains_together and isinstance(other, PipelineRunner)):
             return False
         stages = (*self.schedule.stages, *other.schedule.stages)
@@ -176,7 +176,7 @@ class PipelineRunner(PipelineForwardRunner, ModelRunner):
 
 
 def fill_metrics(filler: GapFiller, feed: Feed) -> dict[str, float]:
-    """Returns what all ranks have filled since the last call. Collective over all ranks."""
+    """Returns metrics of the work done in idle time since the last call. Collective over all ranks."""
     figures = filler.take_figures()
     of_ranks = torch.zeros(len(feed.batch_rank_of), 5, dtype=torch.float64)
     of_ranks[feed.rank] = torch.tensor([*astuple(figures), sum(job.is_lost for job in filler.jobs)])

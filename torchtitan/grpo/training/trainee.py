@@ -36,10 +36,10 @@ class ScoredRows:
 
 @dataclass(frozen=True)
 class ValueTargets:
-    """What the critic learns of some rows; [rows, seq] float32, 0 but where a decision begins.
+    """What the critic learns from some rows; [rows, seq] float32, 0 except where a decision begins.
 
-    ``old_values`` are those before the batch's first optimizer step. The weight of a decision is the
-    sum of its tokens' weights in the policy's loss.
+    ``old_values`` are the critic's values before the batch's first optimizer step. The weight of a
+    decision is the sum of its tokens' weights in the policy's loss.
     """
 
     old_values: torch.Tensor
@@ -51,9 +51,9 @@ class ValueTargets:
 class Minibatch:
     """Rows of one minibatch, and the forward passes that must precede its optimizer step.
 
-    ``old`` is that of the policy before the batch's first optimizer step, which must wait for it;
-    None if that is the current policy. ``ref`` is None without a reference. ``values`` is what a
-    critic learns; None without one.
+    ``old`` is the pass of the policy as it is before the batch's first optimizer step, and must end
+    before that step; None if the current policy is used instead. ``ref`` is None without a reference,
+    and ``values``, the targets of a critic, is None without a critic.
     """
 
     rows: TrainRows
@@ -62,7 +62,7 @@ class Minibatch:
     values: ValueTargets | None = None
 
     def scored(self) -> ScoredRows:
-        """Finishes both passes. Collective."""
+        """Finishes the passes ``old`` and ``ref``. Collective."""
         old, ref = (None if job is None else job.logprobs() for job in (self.old, self.ref))
         return ScoredRows(self.rows, old, ref)
 
@@ -70,7 +70,7 @@ class Minibatch:
 class TraineeLoss(ABC):
     """Computes the loss of one minibatch, microbatch by microbatch, and keeps their metrics.
 
-    Pipelines may compute a loss twice to infer shapes; the metrics of both count once. ``scale`` is the
+    Pipelines may compute a loss twice to infer shapes; its metrics count once. ``scale`` is the
     factor by which `GradientParts` multiplies this minibatch's gradient.
     """
 
@@ -95,17 +95,17 @@ class TraineeLoss(ABC):
 
 @dataclass
 class Trainee(ABC):
-    """A model that learns from each batch, and what came of the current batch.
+    """A model that learns from each batch, and its results for the current batch.
 
     Attributes:
-        parts: Its stages on this rank.
-        is_counted: That of a `RankRole`, which goes by the model's own last stage.
-        reductions: Those of the metrics of its loss.
-        first_step: The step from which on it learns.
-        learning_rate: That of the current batch.
+        parts: The model's stages on this rank.
+        is_counted: As in `RankRole`, by the last stage of this model.
+        reductions: How each metric of the loss is reduced.
+        first_step: The first step in which the model learns.
+        learning_rate: The learning rate of the current batch.
         totals: Metrics of the batch's optimizer steps, of all ranks.
-        of_update: The same of the current optimizer step; of this rank until it is finished.
-        grad_norms: Those before clipping, of each optimizer step, taken or skipped.
+        of_update: Metrics of the current optimizer step; of this rank only, until finish_update().
+        grad_norms: Norms before clipping of the batch's optimizer steps, taken or skipped.
     """
 
     runner: ModelRunner
@@ -138,19 +138,19 @@ class Trainee(ABC):
         self.begin_update()
 
     def begin_update(self) -> None:
-        """Forgets the gradient and the metrics of an optimizer step."""
+        """Clears the gradient and the metrics for the next optimizer step."""
         self.of_update = MetricTotals(self.reductions)
         self.optimizers.zero_grad()
 
     def scale_gradient(self, scale: float) -> None:
-        """Scales what the parts of an optimizer step have added up to."""
+        """Scales the gradient and the losses that an optimizer step's parts have added up to."""
         for parameter in self.clipper.parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(scale)
         self.of_update.scale_losses(scale)
 
     def finish_update(self, feed: Feed, grad_norm: torch.Tensor | None) -> dict[str, float]:
-        """Returns all ranks' metrics of an optimizer step, with the norm if it learns in the step.
+        """Returns all ranks' metrics of an optimizer step, and ``grad_norm`` unless it is None.
 
         The host waits here for the gradient.
         """

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Model FLOPs utilization (https://arxiv.org/abs/2204.02311): the part of the hardware in use."""
+"""Model FLOPs utilization (https://arxiv.org/abs/2204.02311): the used fraction of peak FLOPs."""
 
 import json
 from collections.abc import Sequence
@@ -32,12 +32,11 @@ class Utilization:
 
         forward = 2 N T + 2 vocabulary dim S + 4 L H pairs
 
-    ``pairs`` counts a query and a key, causal and within each sequence. A context that several
-    sequences share is computed once. A training epoch is three
-    forward passes (the backward pass of frozen weights counts once), the passes of old policy and
-    reference one each. A critic's values take one forward pass and its epochs as many as the policy's,
-    all without an output layer. Padding and recomputation are no work of the model. ``peak_flops`` are in
-    bfloat16, per rank.
+    ``pairs`` is the number of pairs of a query and a key, causal and within each sequence. A context
+    that several sequences share is computed once. A training epoch counts as three forward passes (two
+    for frozen weights), and the passes of old policy and reference as one each. A critic's values take
+    one forward pass and its epochs as many as the policy's, all without an output layer. Padding and
+    recomputation are not counted. ``peak_flops`` is a rank's peak in bfloat16.
     """
 
     def __init__(
@@ -55,7 +54,7 @@ class Utilization:
         self._flops = 0.0
 
     def add(self, plan: StepPlan, *, begins_batch: bool) -> None:
-        """Adds a plan of all ranks; ``begins_batch`` drops those of an untrained batch."""
+        """Adds a plan of all ranks. If it ``begins_batch``, drops the plans that were added before."""
         if begins_batch:
             self._flops = 0.0
         num_scored = sum(plan.minibatch_tokens)

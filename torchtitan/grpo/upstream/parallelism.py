@@ -32,7 +32,7 @@ def parallel_dims(settings: Any, world_size: int) -> ParallelDims:
 
 
 def replicas_mesh(dims: ParallelDims) -> DeviceMesh:
-    """Returns the mesh of replicas, also if there is only one."""
+    """Returns the mesh of replicas, even if there is only one replica."""
     mesh = dims.get_optional_mesh("dp_replicate")
     if mesh is None:
         name = "_meshes" if "_meshes" in _FIELDS else "_single_axis_meshes"

@@ -3,17 +3,17 @@
 
 """Checks that a server serves the weights that were pushed to it.
 
-A server that keeps tensors as they are sent must serve them bit for bit, as checksums tell. Under
-bfloat16, nothing else detects small damage: one matrix with 1 % of noise changes log-probabilities
-by a tenth of what rounding does. But checksums do not tell with what the kernels compute, and some
-servers fuse or pack tensors.
+A server that keeps tensors as they are sent must serve them bit for bit, which checksums verify.
+Under bfloat16, nothing else detects small damage: one matrix with 1 % of noise changes
+log-probabilities by a tenth of what rounding does. But checksums do not show that the kernels use
+these tensors, and some servers fuse or pack tensors, so that checksums cannot be compared.
 
-So each server must also rate fixed tokens as the trainer does. Dropout is off and no token is
-sampled, so both sides differ only by the rounding of their kernels, which depends on GPU, model and
-the server's settings. The difference is measured once, under weights that both sides are known to
-have (a server that nobody has pushed to serves the directory that the trainer has loaded), and a
-multiple of it is the bound from then on. A difference beyond what kernels can explain is never taken
-as the measure.
+So each server must also reproduce the trainer's log-probabilities of fixed tokens (the probe).
+Dropout is off and no token is sampled, so both sides differ only by the rounding of their kernels,
+which depends on GPU, model and the server's settings. The difference is measured once, under weights
+that both sides are known to have (a server that nobody has pushed to serves the directory that the
+trainer has loaded), and a multiple of it is the bound from then on. A measured difference that is
+larger than kernels can explain is never used.
 """
 
 import asyncio
@@ -59,7 +59,7 @@ def is_attested(version: int, every: int) -> bool:
 class Probes:
     """The trainer's log-probabilities of the newest ``num_kept`` versions, for any thread.
 
-    ``initial`` are those of version 0, kept for good; ``None`` in a run that was resumed.
+    Those of version 0 stay in ``initial``, which is ``None`` in a run that was resumed.
     """
 
     def __init__(self, num_kept: int = 4) -> None:
@@ -78,9 +78,9 @@ class Probes:
                 del self._expected[oldest]
 
     async def wait_for(self, version: int, timeout_seconds: float) -> tuple[float, ...] | None:
-        """Waits for the training thread to store those of ``version``. Raises ``TimeoutError``.
+        """Returns what the training thread stores for ``version``. Raises ``TimeoutError``.
 
-        Returns ``None`` if newer ones replaced them: so late a lane soon gets its next version.
+        Returns ``None`` if newer versions replaced it: a lane that is so late soon gets another one.
         """
         deadline = time.monotonic() + timeout_seconds
         while True:
@@ -119,15 +119,15 @@ class Bound:
 class Tolerances:
     """Limits of the bound on the mean difference of logprobs (see the module), in nats.
 
-    ``ceiling`` is the largest difference that kernels can explain; no measured one lowers the
-    bound below ``floor``.
+    ``ceiling`` is the largest difference that kernels can explain. The bound is at least ``floor``,
+    however small the measured difference is.
     """
 
     floor: float
     ceiling: float
 
     def bound(self, measured: float | None) -> Bound:
-        """``measured`` is the mean difference, if known, under weights that both sides had."""
+        """Returns the bound. ``measured`` is the mean difference under weights that both sides had."""
         if measured is None:
             return Bound(self.ceiling)
         assert measured <= self.ceiling, (measured, self)
@@ -176,7 +176,7 @@ def _mean_difference(expected: Sequence[float], served: Sequence[float]) -> tupl
 
 @dataclass(frozen=True)
 class SentTensors:
-    """The ``checksums`` by name of a version's tensors, as they are sent in ``dtype``."""
+    """``checksums`` returns the checksums, by name, of a version's tensors as sent in ``dtype``."""
 
     dtype: str
     checksums: Callable[[int], Awaitable[dict[str, int]]]
@@ -186,8 +186,8 @@ class SentTensors:
 class Attestation:
     """How a run attests: pushes of versions divisible by ``every`` are attested; with 0 none is.
 
-    ``timeout_seconds`` is for the trainer, and then for the server, to rate ``tokens``. ``sent`` is
-    None if what is sent is not what is served.
+    The trainer, and then the server, must rate ``tokens`` within ``timeout_seconds``. ``sent`` is None
+    if servers do not serve the tensors as they are sent.
     """
 
     every: int
@@ -208,7 +208,8 @@ class ServerAttestation:
     async def observe(self) -> None:
         """Lets the server rate the probe tokens before the first push. Raises as :meth:`check`.
 
-        Further calls do nothing: a server whose update was interrupted reports no version either.
+        Only the first call does so. Later, a server that reports no version may have been interrupted
+        in an update, and its weights are not known.
         """
         if not self._attestation.every:
             return
@@ -219,8 +220,8 @@ class ServerAttestation:
     async def check(self, version: int) -> bool:
         """Compares checksums and log-probabilities; returns False if no comparison is due.
 
-        Log-probabilities are not compared if the trainer is late, for which the server is not to blame. Raises
-        :class:`AttestationFailed`, or ServerError or TimeoutError if the server did not rate.
+        Log-probabilities are not compared if the trainer does not have its own in time. Raises
+        :class:`AttestationFailed`, or ServerError or TimeoutError if the server returned none.
         """
         common, url = self._attestation, self._client.url
         if not is_attested(version, common.every):

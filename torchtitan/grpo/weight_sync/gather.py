@@ -7,11 +7,11 @@ Gathering runs on background threads of every rank, one for each source to which
 contributes, so that sources do not wait for one another. Each thread has its own process group,
 because two threads must not issue collectives on one communicator. What each rank sends is
 decided once; see `plan.py`. If ranks write into their source's memory (see `slot_layout.py`), the
-buckets in the slot are complete once all ranks have copied, but for parameters to be converted.
+buckets in the slot are complete once all ranks have copied, except for parameters to be converted.
 
 Gathering uses only the CPU and gloo: snapshots lie in host memory on every training device, and
-NVIDIA does not guarantee progress for NCCL communicators that are used at the same time, as those
-of FSDP are while a version is gathered.
+NVIDIA does not guarantee progress if several NCCL communicators are used at the same time. FSDP uses
+its own while a version is gathered.
 """
 
 import asyncio
@@ -59,7 +59,7 @@ def agree_on_push(
 
 
 def agree_on_hosts() -> tuple[int, ...]:
-    """Returns a number of its host for each rank, from 0; collective over all ranks."""
+    """Returns the number of each rank's host, from 0; collective over all ranks."""
     names: list[str | None] = [None] * dist.get_world_size()
     # The second part tells hosts apart that have the same name.
     dist.all_gather_object(names, f"{socket.gethostname()} {boot_id()}")
@@ -206,8 +206,8 @@ class Agent:
     async def gather(self, slot: int, version: int, is_held: bool) -> None:
         """Takes part in gathering a version. Source ranks keep the version until :meth:`drop`.
 
-        If the slot ``is_held``, it is not written before that, so that the version can be sent
-        from it. Otherwise, it may be written again once all ranks have returned.
+        If the slot ``is_held``, it is not written before the version is dropped, so that buckets can
+        be sent from it. Otherwise, it may be written again once all ranks have returned.
         """
         payload = None
         if self._pool is not None:
@@ -227,7 +227,7 @@ class Agent:
 
     @operation
     async def checksums(self, version: int) -> dict[str, int]:
-        """Returns those of the tensors that a source rank sends, of a version that it holds."""
+        """Returns the checksums of the tensors that this source rank sends of a version it holds."""
         assert self._pool is not None, "only source ranks are asked"
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._summing, self._checksums, version)

@@ -24,10 +24,10 @@ A lent server sleeps while the training ranks use its devices::
 
     JOINING, SYNCING, ATTESTING, READY, LOST --asleep--> ASLEEP --wanted--> JOINING
 
-What the lane does when its server is no longer wanted is broken off, even a push, but not the
+When its server is no longer wanted, the lane cancels whatever it is doing, even a push, except the
 request to wake. A server that does not fall asleep is LOST until it is wanted again; the rollout
-process ends it. JOINING begins with the request to wake. Groups are kept over a sleep that broke off
-nothing, but weights are not: the next push sends everything.
+process ends the server. JOINING begins with the request to wake. If nothing was cancelled, the groups
+outlast the sleep. The weights never do: the next push sends everything.
 
 The state determines what the dispatcher may assume:
 
@@ -219,7 +219,7 @@ class Lane:
         return self.state is LaneState.ASLEEP
 
     def set_wanted(self, is_wanted: bool) -> None:
-        """Says whether a lent server is to serve, or to sleep. One that sleeps already says so again."""
+        """Says whether a lent server is to serve or to sleep. If it sleeps already, reports that again."""
         if self.is_asleep and not is_wanted:
             self._listeners.on_asleep(self.url)
         became, was = (
@@ -238,7 +238,7 @@ class Lane:
             self._take(LaneEvent.WANTED if was_asleep else LaneEvent.RETRY_DUE)
 
     async def _until_unwanted(self, serving: Coroutine[Any, Any, None]) -> None:
-        """Breaks off what the lane does as soon as its server is to sleep."""
+        """Runs ``serving`` until it ends, and cancels it as soon as the server is to sleep."""
         tasks = {asyncio.create_task(serving), asyncio.create_task(self._unwanted.wait())}
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -333,7 +333,7 @@ class Lane:
         await self._connection.recover()
 
     async def _prepare(self, version: int) -> bool:
-        """On failure, waits and returns False."""
+        """Prepares a version. On failure, waits and returns False."""
         try:
             await self._connection.prepare(version)
         except NotPrepared as error:
@@ -425,7 +425,7 @@ class Lane:
         self._take(LaneEvent.VERSION_MISMATCH if is_mismatch else LaneEvent.FAILED)
 
     def _count_refusal(self, error: BaseException) -> None:
-        """Raises WeightsRefused after too many, since a run must not ask forever."""
+        """Raises WeightsRefused after too many refusals in a row, because a run must not ask forever."""
         if self._num_refusals is None or isinstance(error, VersionMismatch):
             return
         is_refusal = isinstance(error, ServerError) and error.was_answered

@@ -45,7 +45,7 @@ _PATIENCE_PUSHES = 4
 
 @dataclass(frozen=True)
 class LeaderParts:
-    """``agents`` are of all ranks, ``senders`` of the sources; the leader closes its ``own``."""
+    """The ``agents`` of all ranks and ``senders`` of all sources; the leader closes rank 0's ``own``."""
 
     agents: Sequence[Agent]
     sources: Sequence[Agent]
@@ -58,8 +58,8 @@ class LeaderParts:
 class Leader:
     """See the module's docstring.
 
-    ``changed_servers`` returns all servers if they have changed since the last call. ``error``
-    ended :meth:`run`, and is set before the method has finished closing.
+    ``changed_servers`` returns all servers if they have changed since the last call. ``error`` is what
+    ended :meth:`run`; it is set before :meth:`run` closes the lanes.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Leader:
         self._closing: dict[str, asyncio.Task[None]] = {}
 
     async def run(self, should_end: Callable[[], bool]) -> None:
-        """Leads the push until ``should_end`` returns True; raises what ends a lane or gathering."""
+        """Leads the push until ``should_end`` returns True. Raises an error that ended a lane or gathering."""
         watching: asyncio.Task[None] | None = None
         try:
             await self._parts.transport.lead(self._parts.senders)
@@ -219,7 +219,7 @@ class Pin:
     def set(self, lanes: Sequence[Lane], version: int | None) -> None:
         """Pins the server with the newest version in place of the one that was pinned before.
 
-        It keeps the first version that is not older than ``version``; ``None`` pins no server.
+        The server keeps the first version not older than ``version``. ``None`` pins no server.
         """
         with self._lock:
             self._release()
@@ -232,7 +232,7 @@ class Pin:
                 self._progress = (-1, time.monotonic())
 
     def yield_if_needed(self, lanes: Sequence[Lane], published: int) -> None:
-        """Ends the pin if no other server takes new weights; ``published`` are the newest."""
+        """Ends the pin if no other server takes new weights; ``published`` is the newest version."""
         with self._lock:
             pinned = self._lane
             if pinned is None:

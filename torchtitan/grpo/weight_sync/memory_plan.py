@@ -111,8 +111,8 @@ def predict_memory(
 ) -> PushMemory:
     """Returns the memory that a push will need, before any rank exists.
 
-    GPUs copy only to contiguous memory, so parameters which tensor parallelism divides by
-    columns lie in a slot twice. And a rank may have less to send than one bucket holds.
+    Plans the whole push, because sizes depend on it: parameters that tensor parallelism divides by
+    columns lie in a slot twice if GPUs copy, and a rank may have less to send than a bucket holds.
     """
     sync, degree = config.weight_sync, config.parallelism.tensor_parallel_degree
     adapter = adapter_of_push(config, adapter)

@@ -10,8 +10,8 @@
 A bucket is sent as soon as it is filled, while later ones are still being gathered. A slow server
 may still receive a version while newer ones are gathered, so every version has its own buffers:
 those of a snapshot slot that is held for it, or copies. Buffers are reused only when the leader
-has dropped the version and the last thread that reads them has returned, however long ago that
-thread's lane has abandoned the push.
+has dropped the version and the last thread that reads them has returned. Such a thread may go on
+long after its lane has abandoned the push.
 """
 
 import asyncio
@@ -43,8 +43,8 @@ class Payload:
     """The buckets that a source sends for one version. They do not change after they are filled.
 
     It is made on the event loop of the publisher's thread and filled by the gathering thread.
-    ``deltas`` are by base version and index of the bucket. ``is_lent``, ``num_readers`` and
-    ``is_dropped`` are the pool's, under the pool's lock.
+    ``deltas`` holds encoded buckets by base version and index of the bucket. Only the pool uses
+    ``is_lent``, ``num_readers`` and ``is_dropped``, under its lock.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Payload:
             )
 
     def checksums(self) -> dict[str, int]:
-        """Returns those of all tensors by name, once all buckets are filled. Any thread."""
+        """Returns all tensors' checksums by name, once all buckets are filled. For any thread."""
         assert self._num_filled == len(self._specs), (self._num_filled, self.version)
         checksums: dict[str, int] = {}
         for index, spec in enumerate(self._specs):
@@ -131,7 +131,7 @@ class PayloadPool:
     def take(self, version: int, held_slot: int | None = None) -> Payload:
         """Returns a payload for a new version, on the event loop of the publisher's thread.
 
-        If the slot of the version is held as long as the version, buckets are sent from there.
+        With ``held_slot``, a slot that is held as long as the version, buckets are sent from there.
         """
         in_slot = self._buckets_in_slot(held_slot) if held_slot is not None else None
         payload = Payload(version, self._specs, in_slot or self._own_buffers(), self._checksum)

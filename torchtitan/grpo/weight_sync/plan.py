@@ -7,10 +7,10 @@ The functions are pure and give the same result on all ranks. Every source sends
 assembled, about equally many bytes, to every server, and a server can receive from all at the
 same time, so that neither one network interface nor one process limits the speed of a push.
 
-Ranks that share a parameter form a family: all ranks without pipeline parallelism, and the
-ranks of each pipeline rank with it. Each family has at least one source, because other ranks do
-not hold its parameters. Within a family, parameters are assigned in descending order of size,
-each to the source that has the fewest elements so far (R. L. Graham, "Bounds on multiprocessing
+Ranks that share a parameter form a family. Without pipeline parallelism, all ranks are one family;
+with it, the ranks that hold the same stages are. Each family has at least one source, because other
+ranks do not hold its parameters. Within a family, parameters are assigned in descending order of
+size, each to the source that has the fewest elements so far (R. L. Graham, "Bounds on multiprocessing
 timing anomalies", 1969). No source therefore sends more than the mean plus one parameter.
 """
 
@@ -31,7 +31,7 @@ from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec
 class BucketPlan:
     """The parameters of a bucket, in the order of its bytes.
 
-    ``num_bytes_of`` is by native name, in the Hugging Face layout.
+    ``num_bytes_of`` gives each parameter's size in the Hugging Face layout, by native name.
     """
 
     assemblies: tuple[Assembly, ...]
@@ -58,7 +58,7 @@ class SourcePlan:
 
 @dataclass(frozen=True)
 class SourceLimits:
-    """Ranks beyond ``hosts`` are on host 0; ``max_sources`` = 0 allows every rank."""
+    """``hosts`` numbers the ranks' hosts, 0 for further ranks; ``max_sources`` = 0 sets no limit."""
 
     max_sources: int = 0
     hosts: tuple[int, ...] = ()
@@ -74,7 +74,7 @@ def plan_sources(
     bucket_bytes: int,
     limits: SourceLimits = SourceLimits(),
 ) -> list[SourcePlan]:
-    """Divides parameters, in the order of the model, among sources, ascending, and into buckets."""
+    """Returns the sources by ascending rank, each with its buckets in the order of the model."""
     by_source = choose_sources(assemblies, limits)
     return [
         SourcePlan(
@@ -117,7 +117,7 @@ def plan_buckets(
 
 
 def _with_adapters_behind(assemblies: Sequence[Assembly]) -> list[Assembly]:
-    """Puts each LoRA adapter right behind its target, because a bias may begin another bucket."""
+    """Puts each LoRA adapter right behind its target, as a bias in between could start a new bucket."""
     weights = {a.name for a in assemblies if not is_adapter(a.name)}
     adapters_of: dict[str, list[Assembly]] = {}
     for assembly in assemblies:
@@ -138,8 +138,8 @@ def choose_sources(
 ) -> dict[int, list[Assembly]]:
     """Returns what each source assembles, in the order of ``assemblies``.
 
-    Blocks that it does not hold are sent by a rank that does, preferably on the source's host,
-    and among several by the one that has the least to send.
+    A rank that holds a block sends it to a source that does not: preferably a rank on the source's
+    host, and among several the one that has the least to send.
     """
     families = families_of(assemblies)
     num_ranks = sum(len(family) for family in families)

@@ -12,7 +12,7 @@ continues; other threads do the rest:
                         `lane.py`), on other ranks an agent that does what the leader asks
     weight-gather       waits for a version's copy; sends this rank's shards to a source rank, or
                         notifies it if they were copied into its memory; on a source rank, receives
-                        them. For several sources, one thread weight-gather-source each does so
+                        them. With several sources, a thread weight-gather-source does so for each
     weight-push-URL     broadcasts to one server, on source ranks
 
 The training thread waits in two places: in `fence`, for a copy within this process, and in
@@ -81,17 +81,17 @@ class Publisher:
     ) -> None:
         """Waits until the servers serve ``version`` or a newer one; called on rank 0.
 
-        Lost and sleeping servers are not waited for while one is present, and a present one has the
-        timeouts of its lane. Raises TimeoutError if for ``timeout_seconds`` no server could take the version,
-        since each is lost or it cannot be prepared; and as :meth:`raise_if_failed`.
+        Does not wait for lost or sleeping servers while another one is present. The timeouts of a
+        present server's lane bound its wait. Raises TimeoutError if for ``timeout_seconds`` no server
+        could take the version, and PublisherFailed as :meth:`raise_if_failed` does.
         """
 
     def pin(self, version: int | None) -> list[str]:
         """Keeps one of several servers at the first version not older than ``version``; on rank 0.
 
         ``None`` lets every server take new versions again. The only server of a run is never
-        pinned, because training needs one with current weights, and a pin ends by itself when no
-        other server is left or takes new versions. Returns :meth:`pinned`.
+        pinned, because training needs one with current weights. For the same reason, a pin ends when
+        no other server is left or takes new versions. Returns :meth:`pinned`.
         """
         return []
 
@@ -117,8 +117,8 @@ class Publisher:
 class WeightPublisher(Publisher):
     """Pushes weights in the background; see the module's docstring.
 
-    On rank 0, ``slots`` is a :class:`SlotTable`, and ``make_leader`` gets a function to be called
-    after each change of a lane. On other ranks, ``follow`` does what the leader asks.
+    On rank 0, ``slots`` is a :class:`SlotTable`, and ``make_leader`` makes the leader, which calls the
+    given function after each change of a lane. On other ranks, ``follow`` does what the leader asks.
     """
 
     def __init__(

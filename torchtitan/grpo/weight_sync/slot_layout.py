@@ -6,17 +6,17 @@
     | bucket 0 | bucket 1 | ... | blocks that are not copied directly into a bucket |
 
 Layouts are computed by pure functions, which give the same result on all ranks. Ranks copy most
-shards directly into the buckets that are sent, so that these need no gathering. Two kinds are
-first copied into separate blocks: shards of parameters whose bytes differ in the Hugging Face
-layout and, if a GPU makes the copies, shards that are not contiguous in the parameter, which
-torch would copy in a way that makes the training thread wait.
+shards directly into the buckets that are sent, so that these need no gathering. Two kinds of
+shards are first copied into separate blocks: those of parameters whose bytes differ in the Hugging
+Face layout and, if a GPU makes the copies, those that are not contiguous in the parameter. Torch
+would copy the latter in a way that makes the training thread wait.
 
-Slots lie in the host memory of their source, where ranks of the same host write: by copy engines
-on GPUs, for which each process pins the memory. Sending a shard through a socket, or copying it
-again, would take cores from training.
+Slots lie in the host memory of their source, and the other ranks on its host write into them. GPUs
+write with copy engines, for which each process pins the memory. Sending a shard through a socket,
+or copying it again, would take cores from training.
 
-All slots are allocated at the start. A slot that a slow server makes necessary in the middle of
-the run would not be filled when the next optimizer step begins.
+All slots are allocated at the start. If a slot were allocated during the run, because a server is
+slow, the copy into it would not end before the next optimizer step.
 """
 
 import math
@@ -48,7 +48,7 @@ _ALIGNMENT = 64  # bytes at which buckets and blocks are aligned: a cache line
 
 @dataclass(frozen=True)
 class Place:
-    """Place of a whole parameter: from byte ``begin`` of a bucket."""
+    """Where a whole parameter lies: from byte ``begin`` of bucket number ``bucket``."""
 
     shape: tuple[int, ...]
     bucket: int
@@ -59,9 +59,9 @@ class Place:
 class SlotLayout:
     """The offsets of shards and buckets in a slot; see the module's docstring.
 
-    ``buckets`` holds the first byte of each bucket, and the byte after its last. ``places`` are
-    those of the parameters that are not converted, by native name; ``blocks`` the first bytes of
-    shards that are not copied directly into a bucket, by native name and rank.
+    ``buckets`` holds the first byte of each bucket, and the byte after its last. ``places`` says
+    where the parameters lie that are sent without conversion, by native name. ``blocks`` holds the
+    first byte of each shard that is not copied directly into a bucket, by native name and rank.
     """
 
     dtype: torch.dtype
@@ -76,7 +76,7 @@ class SlotLayout:
         return [slot[begin:end] for begin, end in self.buckets]
 
     def wholes_in(self, buckets: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Returns the parameters that are not converted, as views of the given buckets."""
+        """Returns the parameters that need no conversion, as views of the given buckets."""
         return {
             name: _view(buckets[place.bucket], place.begin, place.shape, self.dtype)
             for name, place in self.places.items()
@@ -95,7 +95,7 @@ class SlotLayout:
 
 @dataclass(frozen=True)
 class PushPlan:
-    """What each source sends, and where. ``model_bytes`` is the whole model, also for adapters."""
+    """What each source sends. ``model_bytes`` counts the whole model, even if only adapters are sent."""
 
     sources: list[SourcePlan]
     layouts: dict[int, SlotLayout]
@@ -120,7 +120,7 @@ def plan_push(
     adapters_only: bool = False,
     contiguous: bool = False,
 ) -> PushPlan:
-    """``contiguous`` is that of :func:`lay_out_slot`."""
+    """Plans what each source sends; see :func:`lay_out_slot` for ``contiguous``."""
     pushed = [a for a in assemblies if is_adapter(a.name) or not adapters_only]
     sources = plan_sources(pushed, adapter, wire_dtype, bucket_bytes, limits)
     layouts = {s.rank: lay_out_slot(s, adapter, wire_dtype, contiguous=contiguous) for s in sources}
@@ -180,9 +180,9 @@ def _aligned(num_bytes: int) -> int:
 class SnapshotSlots:
     """Allocates the slots of this rank and maps the slots of other ranks on the same host.
 
-    All ranks must construct it at the same time. A rank that cannot map its source's memory
-    copies into its own and sends. Slots that a GPU writes must be ``pinned``. ``shards`` holds
-    for each slot the tensors into which this rank copies, by native name, in the wire dtype.
+    All ranks must construct it at the same time. A rank that cannot map its source's memory copies
+    its shards into memory of its own and sends them. Slots that a GPU writes must be ``pinned``.
+    ``shards`` holds for each slot the tensors into which this rank copies, by native name.
     """
 
     shards: Sequence[Mapping[str, torch.Tensor]]
@@ -231,7 +231,7 @@ class SnapshotSlots:
         return self._writers.get(source, ())
 
     def shards_of_writers(self, slot: int) -> Mapping[int, Shards]:
-        """By rank, what other ranks copied into this source's slot."""
+        """Returns, by rank, the shards that other ranks copied into this source's slot."""
         return self._shards_of_writers[slot]
 
 

@@ -8,26 +8,25 @@
                           +---- reserve ------+                        +-hold-> HELD -release
                 (the waiting snapshot is superseded)
 
-Only rank 0 keeps these states. The batch tells the other ranks which slot to fill, and the
-leader's calls which slot to read. With two slots, there is always room for the newest weights: at
+Only rank 0 keeps these states. It tells the other ranks with each batch which slot to fill, and in
+the leader's calls which slot to read. Two slots always have room for the newest weights: at
 most one slot is SENDING, and one that is only PENDING may be overwritten by a newer version. If
 the newer version were left out instead, the run could deadlock, because the trainer may wait for
 rollouts of that version.
 
 A slot that is SENDING is being gathered, one version at a time, until all ranks have read it. If
 buckets lie in the slots (see `slot_layout.py`), the slot then stays HELD as long as the version
-may be sent to servers, for which there are slots beyond the first two. If too many are HELD,
-buckets are copied out of the slot instead.
+may be sent to servers. The slots beyond the first two exist for this. If too many are HELD, buckets
+are copied out of the slot instead.
 
 No rank writes a slot that is being read or copied into, although copies run on a separate thread
 and ranks may be ahead of or behind one another:
 
 - Two copies never overlap, because each rank makes its copies one at a time, in order.
-- A copy never overlaps with a reader. A slot is never both RESERVED and SENDING or HELD, and it
-  becomes SENDING, and then HELD, only with the version for which it was last reserved. Every other
-  decision to write it was made either before that one, so that its copy was also started earlier on
-  every rank, and the reader waits for the later copy; or after the release, when all ranks have
-  read the slot and no source rank sends from it.
+- A copy never overlaps with a reader. A RESERVED slot is neither SENDING nor HELD, and a slot is
+  read only with the version for which it was last reserved. The copies of earlier reservations were
+  started earlier on every rank, and the reader waits for the last copy. The next reservation follows
+  the release, when all ranks have read the slot and no source rank sends from it.
 
 These guarantees do not need the fence, which keeps the optimizer from overwriting parameters that
 are being copied. `test_interleavings.py` checks all interleavings of a model of this protocol.
@@ -51,8 +50,8 @@ class SlotState(Enum):
 class Slots:
     """The states of all slots, immutable: each method that changes a state returns a new object.
 
-    ``versions`` are those with which each slot was last filled, ``num_superseded`` counts those
-    that were never taken. At most ``max_held`` slots may be HELD.
+    ``versions`` holds the version with which each slot was last filled. ``num_superseded`` counts
+    the versions that were never taken. At most ``max_held`` slots may be HELD.
     """
 
     states: tuple[SlotState, ...]
@@ -127,8 +126,8 @@ class SlotVersions:
     def filled(self, slot: int, version: int) -> None:
         """Records that the copy of ``version`` into ``slot`` is about to be started.
 
-        It wakes no thread, which on a busy machine would take the training thread's core; see
-        :meth:`wake`.
+        Wakes no thread, because that thread might take the training thread's core on a busy machine.
+        :meth:`wake` does so later.
         """
         with self._changed:
             self._version_in[slot] = self.published = version
@@ -152,7 +151,7 @@ class SlotVersions:
 
 
 class SlotTable(SlotVersions):
-    """On rank 0: the training thread reserves and fills slots, :class:`Versions` does the rest."""
+    """Rank 0's slots. The training thread reserves and fills them; :class:`Versions` does the rest."""
 
     def __init__(self, num_slots: int, max_held: int = 0) -> None:
         super().__init__()

@@ -60,9 +60,8 @@ class Snapshots:
 
         The caller must call :meth:`fence` before the parameters change again, and ensure that the
         slot is no longer read. ``announce`` is called here, as soon as :meth:`read` waits for this
-        copy and no longer for an earlier one; nobody may read the slot before. ``wake`` is called
-        when readers may read the slot, on CPU by the copying thread, so that the training thread
-        wakes up no other.
+        copy and no longer for an earlier one; nobody may read the slot before. ``wake`` is called to
+        wake readers of the slot. On CPU the copying thread calls it, to spare the training thread.
         """
         self._copies.start(slot, announce, wake)
 
@@ -111,8 +110,8 @@ class _Copy:
 class _ThreadCopies:
     """Copies on CPU, on a thread.
 
-    The training thread never waits here, except in a fence whose copy has not ended, and never
-    releases the interpreter: if another thread is busy, it would get it back up to 5 ms later. A
+    The training thread waits here only in a fence whose copy has not ended. Otherwise it never
+    releases the GIL, because a busy thread could keep the GIL from it for up to 5 ms. A
     ``ThreadPoolExecutor`` would take locks that all executors of the process share.
     """
 
@@ -194,7 +193,7 @@ def _copy_all(
 
 
 class _StreamCopies:
-    """Only queues work, for a side stream and copy engines: targets are pinned and contiguous."""
+    """Copies on CUDA: queues work on a side stream, into targets that are pinned and contiguous."""
 
     def __init__(
         self, slots: list[list[torch.Tensor]], sources: list[torch.Tensor], device: torch.device

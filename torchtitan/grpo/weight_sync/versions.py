@@ -52,7 +52,7 @@ class TakenSlot:
 
 
 class Versions:
-    """At most ``max_alive`` versions, at least 2, have buffers at once; it may be changed.
+    """Keeps buffers of at most ``max_alive`` versions (2 or more) at once; the limit may be changed.
 
     ``drop`` makes all source ranks and the transport drop a version, and returns when its
     buffers are free. ``newest`` is the newest version that was begun; -1 before the first.
@@ -130,7 +130,7 @@ class Versions:
     # -- from the source ranks to the servers --------------------------------------------
 
     async def newer_than(self, number: int, timeout_seconds: float) -> int | None:
-        """Waits for a version newer than ``number``; returns the newest, or ``None`` in vain."""
+        """Waits for a version newer than ``number``; returns the newest, or ``None``."""
         is_there = await self._comes_true(lambda: self.newest > number, timeout_seconds)
         return self.newest if is_there else None
 
@@ -153,7 +153,7 @@ class Versions:
         self._alive[number].num_bases += 1
 
     def release_base(self, number: int) -> None:
-        """The version may have been dropped meanwhile."""
+        """Undoes :meth:`want_base`. The version may have been dropped meanwhile."""
         version = self._alive.get(number)
         if version is not None:
             version.num_bases -= 1
@@ -162,7 +162,7 @@ class Versions:
     # -- dropping ------------------------------------------------------------------------
 
     def raise_if_failed(self) -> None:
-        """Raises what prevented a version from being dropped, whose buffers are lost for the run."""
+        """Raises the error, if any, that prevented a drop; those buffers are lost for the run."""
         if self._error is not None:
             raise self._error
 
@@ -195,7 +195,7 @@ class Versions:
 
 
 class ServerVersions:
-    """What one server has ``confirmed``, -1 at first and while it is lost; and its next base."""
+    """A server's ``confirmed`` version (-1 at first and while it is lost), and its next base."""
 
     def __init__(self, versions: Versions) -> None:
         self.confirmed = -1

@@ -15,7 +15,7 @@ def is_adapter(name: str) -> bool:
 
 
 def target_of(name: str) -> str:
-    """Returns the weight that an adapter's parameter changes; other names stay."""
+    """Returns the weight that an adapter's parameter changes, and other names as they are."""
     for factor in FACTORS:
         if name.endswith(factor):
             return name.removesuffix(factor) + ".weight"
@@ -23,7 +23,7 @@ def target_of(name: str) -> str:
 
 
 def served_weight_of(name: str) -> str:
-    """Returns a server's name of the weight that a PEFT parameter changes; other names stay."""
+    """Returns a server's name of the weight that PEFT's parameter changes; keeps other names."""
     return target_of(name).removeprefix(PEFT_PREFIX)
 
 
@@ -32,5 +32,5 @@ def factor_of(name: str) -> str:
 
 
 def module_of(name: str) -> str:
-    """Returns the module to which a parameter belongs, or an adapter's target."""
+    """Returns the module of a parameter, or of the weight that an adapter's parameter changes."""
     return target_of(name).rpartition(".")[0]

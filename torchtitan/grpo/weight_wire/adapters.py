@@ -4,7 +4,7 @@
 """Low-rank adapters that are pushed without their base weights, and are added to a server's own.
 
 The base weights are read anew for each version from the directory that the server was started
-from, so that it needs no second copy and no version depends on the one before.
+from. So the server needs no second copy of them, and no version depends on the one before.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec
 
 
 def is_of_adapters(bucket: BucketSpec) -> bool:
-    """Raises ValueError if adapters are sent as a delta, or beside other weights."""
+    """Returns whether a bucket holds adapters; ValueError if they are a delta or beside weights."""
     if bucket.lora_scale is None:
         return False
     if bucket.num_changed is not None:

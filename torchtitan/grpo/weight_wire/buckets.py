@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The bytes of buckets."""
+"""Computes the sizes of buckets, checks them, and splits their bytes into tensors."""
 
 from collections.abc import Iterable, Sequence
 
@@ -34,7 +34,7 @@ def bucket_bytes(bucket: BucketSpec) -> int:
 
 
 def check_lengths(bucket: BucketSpec) -> None:
-    """Raises ValueError unless all lists of a bucket have one length, which is at least 1."""
+    """Raises ValueError unless all lists of a bucket have the same length, at least 1."""
     lists = (bucket.dtypes, bucket.shapes, bucket.checksums, bucket.num_changed)
     lengths = [len(bucket.names)] + [len(entries) for entries in lists if entries is not None]
     if min(lengths) != max(lengths) or not lengths[0]:

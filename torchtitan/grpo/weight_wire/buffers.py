@@ -20,7 +20,7 @@ import torch
 
 
 class BufferPool:
-    """For one update at a time. A ``pinned`` buffer is given back after its copy to a GPU."""
+    """Lends buffers to one update at a time; ``pinned`` pins host memory, for copies to a GPU."""
 
     def __init__(self, pinned: bool = False) -> None:
         self._pinned = pinned

@@ -12,8 +12,8 @@ The bytes are padded with zeros to whole 32-bit words ``w``, in rows of 2**15. T
       at most 32 factors of two and that of two words at most 31, which is less than 64 together;
     - other damage, such as a torn or shifted copy, is missed with a probability of about 2**-64.
 
-It guards against mistakes and broken hardware, not against malice. Servers import this module
-too, so it needs only torch.
+The checksum guards against mistakes and broken hardware, not against malice. Servers import this
+module too, so it needs only torch.
 """
 
 import functools
@@ -73,5 +73,5 @@ def _row_weights(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _scattered(index: torch.Tensor) -> torch.Tensor:
-    """Permutes the int64, and keeps the number of factors of two of every difference."""
+    """Permutes the int64 so that each difference keeps its number of factors of two."""
     return index * (2 * index + 1) * _MIXER

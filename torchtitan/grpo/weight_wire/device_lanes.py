@@ -11,9 +11,9 @@ kernels of the device could free its memory.
 Aborts of communicators are kept apart from broadcasts that make progress. An abort frees memory
 of the GPU, for which the driver may wait until the kernels of all other broadcasts have ended,
 and hold up every launch meanwhile, also of training. It therefore waits until the broadcasts
-under way have ended, and new ones begin after it. Broadcasts that were given up do not count, so
-that all of them are aborted together. An abort that the driver does not finish stops counting
-after a few seconds, so that it delays every other server only once.
+under way have ended, and new ones begin after it. It does not wait for broadcasts that were given
+up, so that all of them can be aborted together. If the driver does not finish an abort within a few
+seconds, broadcasts no longer wait for it, so that it delays every other server only once.
 """
 
 import threading
@@ -92,7 +92,7 @@ _aborts: dict[object, float] = {}
 
 @contextmanager
 def broadcasting() -> Iterator[None]:
-    """Holds during a broadcast, until it has ended or was given up."""
+    """Waits for aborts, then counts a broadcast as under way until the block ends."""
     global _num_broadcasts
     with _changed:
         while (seconds := max(_aborts.values(), default=0.0) - time.monotonic()) > 0:

@@ -1,21 +1,22 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Chooses the backend of a weight group by the facts that both of its ends must share.
+"""Chooses the backend of a weight group, from facts that must be the same at both of its ends.
 
 NCCL does not adapt one rank to another:
 
-- A communicator refuses ranks of different versions, and torch makes it only with the first
-  broadcast, in the middle of a push. Versions that exchange other data wait for each other.
+- A communicator refuses ranks with different versions of NCCL, and torch makes it only with the
+  first broadcast, in the middle of a push. Ranks wait for each other if their versions set up a
+  communicator with different data.
 - A communicator refuses two ranks on one GPU.
-- ``NCCL_CUMEM_ENABLE`` decides how a rank shares its buffers on a host. Each rank opens those of
-  the others by its own setting, which fails if theirs is another.
+- ``NCCL_CUMEM_ENABLE`` decides how a rank shares its buffers on a host. Each rank opens the others'
+  buffers by its own setting, which fails if the settings differ.
 - ``NCCL_ALGO`` and ``NCCL_PROTO`` restrict what a rank may choose for a broadcast. Ranks that
-  choose differently wait for each other. For ``NCCL_NVLS_ENABLE`` the ranks agree on the lesser,
-  by the sources of 2.18 to 2.30; nobody has tried it here.
+  choose differently wait for each other. According to the sources of 2.18 to 2.30, ranks agree on
+  the lesser ``NCCL_NVLS_ENABLE``; this was not tried here.
 
 NCCL reads these variables once in a process, so no group can have its own. (From 2.29.7 on
-``NCCL_NO_CACHE`` makes it read them again, but one of them must not change while a process has
+``NCCL_NO_CACHE`` makes it read them again, but they must not change while a process has
 communicators.) HTTP clients import this module, so it does not need torch.
 """
 
@@ -82,7 +83,7 @@ def choose_backend(
 
 
 def facts_from_json(body: Any) -> GroupFacts:
-    """What is missing or malformed in a server's answer is not known."""
+    """Reads a server's answer. A fact that is missing or malformed counts as not known."""
     if not isinstance(body, Mapping):
         return GroupFacts()
     settings = body.get("settings")
@@ -138,7 +139,7 @@ def _doubts(ours: GroupFacts, theirs: GroupFacts) -> Iterator[str]:
 
 
 def _difference(name: str, ours: GroupFacts, theirs: GroupFacts) -> str:
-    """Tells how a setting differs, and what to do; empty if it agrees or is not known."""
+    """Says how a setting differs and what to do; empty if it is the same, or not known."""
     if ours.settings is None or theirs.settings is None:
         return ""
     own, other = ours.settings[name], theirs.settings[name]

@@ -48,7 +48,7 @@ class Stored:
 
 
 class WeightFiles:
-    """``setting`` is the folder's TOML key. Raises ModelError without readable weights."""
+    """``setting`` is the folder's TOML key. Raises ModelError if no weights can be read."""
 
     def __init__(self, path: Path, setting: str) -> None:
         self.path, self.setting = path, setting
@@ -122,7 +122,7 @@ class WeightFiles:
         }
 
     def stored(self, name: str, shape: Sequence[int] | None = None) -> Stored:
-        """Raises ModelError if a tensor is missing, ambiguous, no plain weight, or of another shape."""
+        """Finds a tensor; ModelError if missing, ambiguous, of no plain dtype, or of another shape."""
         found = self._found.get(name)
         if not found:
             self.refuse_missing(name)
@@ -259,6 +259,6 @@ class WeightFiles:
 
 
 def _modules_around(name: str) -> Iterator[str]:
-    """Yields the module of a tensor, and those around it, from within."""
+    """Yields the module of a tensor, and those that contain it, innermost first."""
     while name := name.rpartition(".")[0]:
         yield name

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Tells what a folder holds that is named as a model; for trainer and servers, without torch."""
+"""Reads and checks a folder that is named as a model; for trainer and servers, without torch."""
 
 import json
 from pathlib import Path
@@ -70,9 +70,9 @@ def require_undamaged(
 ) -> None:
     """Raises ModelError for a directory that this project has exported and that has changed since.
 
-    Others have no checksums. Text that has another size, or is gone, was changed by the user, such
-    as a chat template. Ranks can divide the files into ``num_shares``. ``weights`` selects the
-    weights, or else all other files.
+    Other directories have no checksums. Text files, such as chat templates, that are gone or have
+    another size are not compared, because users edit them. Ranks can divide the files into
+    ``num_shares``. ``weights`` selects the weights, or else all other files.
     """
 
     def is_wanted(name: str, size: int) -> bool:
@@ -147,11 +147,11 @@ _WINDOW, _MAX_WINDOW_LAYERS = 4096, 28
 
 
 def attention_window(config: dict[str, Any], architecture: str) -> int | None:
-    """Returns the number of tokens, its own included, that each token attends to; None for all.
+    """Returns the number of tokens, itself included, that each token attends to; None for all.
 
-    The settings are read as transformers does: Mistral's models have a window unless it is null,
-    others only with ``use_sliding_window``, dense ones in the layers that ``layer_types`` or
-    ``max_window_layers`` tell. ValueError if the settings contradict each other.
+    Reads the settings as transformers does. Mistral's models have a window unless it is null, others
+    only with ``use_sliding_window``; in dense models, ``layer_types`` or ``max_window_layers`` says
+    in which layers. Raises ValueError if the settings contradict each other.
     """
     kinds = config.get("layer_types") or []
     if unknown := [kind for kind in kinds if kind not in (_FULL, _SLIDING)]:

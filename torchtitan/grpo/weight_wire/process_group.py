@@ -8,7 +8,7 @@ these functions too, so this module needs only torch. SGLang's own implementatio
 with the rendezvous, so that the trainer treats all kinds of servers alike.
 
 Neither side may end because the other one did. The watchdog thread of an NCCL group ends the
-process when the group's peer is lost: whatever it is told, it sets a flag of the whole process,
+process when the group's peer is lost: whatever its settings, it sets a flag of the whole process,
 on which the monitor of the *default* group acts. Groups with servers therefore have no
 watchdog. Their users poll operations with their own deadlines, and abort the communicator.
 """
@@ -90,7 +90,7 @@ def create_weight_group(
 
 @functools.cache
 def _gloo_on_route() -> str:
-    """Registers gloo on a chosen address, which torch lets a process choose only as a whole."""
+    """Registers gloo on a chosen address; torch itself has one address for the whole process."""
 
     def make(options: Any, address: str) -> dist.ProcessGroupGloo:
         made: Any = dist.ProcessGroupGloo  # whose type stub lacks options
@@ -118,7 +118,7 @@ def _nccl_options() -> Any:
 def limit_communicators(timeout_seconds: float) -> None:
     """Bounds the time in which a weight group's communicator over NCCL must be made.
 
-    Torch reads it once, so call this before the process's first collective over NCCL in any group.
+    Torch reads the limit once, so call this before the process's first collective over NCCL in any group.
     Communicators in the blocking mode, such as training's, have no limit. A limit that the
     environment already sets stays.
     """
@@ -127,7 +127,7 @@ def limit_communicators(timeout_seconds: float) -> None:
 
 @contextmanager
 def _nccl_environment(timeout_seconds: float) -> Iterator[None]:
-    """Holds the environment for one NCCL group that is made, and then restores it."""
+    """Changes the environment while one NCCL group is made, and then restores it."""
     with _making:
         limit_communicators(timeout_seconds)  # for a process that had no reason to do so before
         former = os.environ.get(_NO_WATCHDOG)
@@ -142,9 +142,9 @@ def _nccl_environment(timeout_seconds: float) -> Iterator[None]:
 
 
 def destroy_weight_group(group: dist.ProcessGroup) -> None:
-    """An NCCL communicator is aborted without waiting for its operations.
+    """Leaves a group. Aborts an NCCL communicator, without waiting for its operations.
 
-    That may wait for the driver, so event loops must not call this function.
+    The abort may wait for the driver, so event loops must not call this function.
     """
     if group in c10d._world.pg_map:
         if dist.get_backend(group) == dist.Backend.NCCL:
@@ -170,8 +170,8 @@ def own_group_facts(device: torch.device) -> GroupFacts:
 def nccl_version() -> str:
     """Returns the version of the NCCL that torch uses, such as ``2.29.7``, by asking the library.
 
-    ``torch.cuda.nccl.version()`` is that of torch's build; images with SGLang or vLLM often hold a
-    newer one.
+    ``torch.cuda.nccl.version()`` is the one that torch was built with; images with SGLang or vLLM
+    often hold a newer one.
     """
     try:
         # Torch has loaded it, so this is the same library and not a second one.

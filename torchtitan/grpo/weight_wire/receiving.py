@@ -62,10 +62,10 @@ class WeightGroup:
         device: torch.device,
         turn: AbstractContextManager[None] = nullcontext(),  # noqa: B008  (it has no state)
     ) -> None:
-        """Receives one payload of rank 0 into ``tensor``, which is contiguous and of its size.
+        """Receives one payload of rank 0 into ``tensor``, contiguous and of the payload's size.
 
-        Over NCCL it may lie on the device, or in pinned host memory, into which the device copies
-        each piece; ``turn`` is entered while broadcasts are launched, see ``LaunchOrder`` in
+        Over NCCL, ``tensor`` may lie on the device, or in pinned host memory, into which the device
+        copies each piece. ``turn`` is entered while broadcasts are launched; see ``LaunchOrder`` in
         `staging.py`. Raises RuntimeError if the trainer has ended, nothing arrives in time, or the
         group is left.
         """
@@ -169,7 +169,7 @@ def leave_groups(groups: Iterable[WeightGroup]) -> None:
     """Leaves groups, all at the same time; a :meth:`WeightGroup.receive` that waits fails.
 
     An aborted communicator frees memory of the GPU, for which the driver may wait until the kernels
-    of the other groups have ended too. After a few seconds, that goes on in the background.
+    of the other groups have ended too. After a few seconds, leaving goes on in the background.
     """
     threads = [thread for group in groups if (thread := group.begin_leave()) is not None]
     deadline = time.monotonic() + _LEAVE_SECONDS

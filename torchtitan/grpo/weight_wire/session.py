@@ -6,9 +6,10 @@
     (none) -- begin --> OPEN -- announce or read, ... --> OPEN -- collect or drop --> (none)
 
 Announced buckets are received into staging while the old weights are served. ``collect``
-returns only a whole, verified update, which the server swaps in, and calls ``settle``. Any other
-is dropped, and the served weights do not change. A delta is applied to a copy of the weights that
-were settled last, and refused unless they are its base version, completely received in its dtype.
+returns only a whole, verified update. The server swaps it in, and then calls ``settle``. Any other
+update is dropped, and the served weights do not change. A delta is applied to a copy of the weights
+that were settled last. It is refused unless these are its base version, completely
+received in the delta's dtype.
 
 vLLM's workers and the embedded server differ in the :class:`StagingPlace`, the check against
 the model, and the swap.
@@ -114,7 +115,7 @@ class UpdateSession:
         self._staging, self._lora_scale = Staging(self.place, self.buffers), None
 
     def announce(self, bucket: BucketSpec, group_name: str, sequence: int | None) -> "Future[None]":
-        """Queues a bucket, or refuses it and the update, before its broadcast, with ValueError."""
+        """Queues a bucket before its broadcast. A ValueError refuses it and the whole update."""
         staging = self.staging
         try:
             self._check(bucket)
@@ -126,7 +127,7 @@ class UpdateSession:
         return future
 
     def read(self, folder: str) -> None:
-        """Queues the reading of a directory; ValueError if its weights are not all the model's."""
+        """Queues the reading of a directory; ValueError if a weight does not fit the model."""
         headers = WeightFiles(Path(folder), "model_path").headers()
         self._check_fit(headers, [stored.shape for stored in headers.values()])
         dtypes = {
@@ -137,7 +138,7 @@ class UpdateSession:
         self.staging.read(dtypes, lambda: read_weights(folder))
 
     def collect(self, timeout_seconds: float) -> dict[str, torch.Tensor]:
-        """Returns new tensors, or adapters' factors. UpdateError if one fails: all are dropped."""
+        """Returns new tensors, or adapters' factors. If one failed, drops all; raises UpdateError."""
         staging, self._staging = self.staging, None
         try:
             tensors = staging.collect(timeout_seconds)
@@ -169,7 +170,7 @@ class UpdateSession:
         self.buffers.settle(in_use)
 
     def forget_base(self) -> None:
-        """Refuses deltas until the next update was settled."""
+        """Refuses deltas until the next update is settled."""
         self._base_version = None
 
     def release(self) -> None:

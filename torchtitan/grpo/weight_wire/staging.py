@@ -9,7 +9,7 @@
     unblocked by    the broadcast, the group's timeout, the end of the trainer, or `drop`
 
 Requests that announce buckets may overtake each other, and the bytes of one bucket could be taken
-for those of another one with the same size. So each has a number within its group, and is
+for those of another one with the same size. So each bucket has a number within its group, and is
 received after all lower ones were announced. Buckets of different groups are received at the same
 time; over NCCL all workers of a server launch their broadcasts in one order (:class:`LaunchOrder`).
 
@@ -60,14 +60,14 @@ class LaunchOrder:
         self._is_closed = False
 
     def ticket(self) -> int:
-        """Its holder must launch, or call :meth:`give_up`."""
+        """Returns the next ticket, whose holder must launch, or call :meth:`give_up`."""
         with self._changed:
             self._num_tickets += 1
             return self._num_tickets - 1
 
     @contextmanager
     def turn(self, ticket: int, timeout_seconds: float) -> Iterator[None]:
-        """Waits for all lower tickets; RuntimeError if too long, or after :meth:`close`."""
+        """Waits for all lower tickets; RuntimeError after the timeout or :meth:`close`."""
         with self._changed:
             has_come = self._changed.wait_for(
                 lambda: self._is_closed or self._first_waiting >= ticket, timeout_seconds
@@ -109,10 +109,10 @@ class StagingPlace:
     """Lets staging read the served weights, and convert the received ones.
 
     ``base`` returns a copy of a served tensor, by its name and the dtype in which it was sent; a
-    delta is applied there, on the copy's device. ``place`` converts a whole, verified tensor, for
-    example by a cast or a move to another ``device``. It may return the tensor itself, and before a
-    copy on ``stream`` is over, the staging threads' stream (``None`` is the current one). Versions
-    are staged ``on_host`` if the device has no room; over NCCL it then holds one piece at a time.
+    delta is applied to the copy. ``place`` converts a whole, verified tensor, for example by a cast
+    or a move to ``device``. It may return the tensor itself, and may return before its work on
+    ``stream`` has ended. Staging threads run on that stream (``None``: the current one). Versions are
+    staged ``on_host`` if the device has no room; over NCCL the device then holds one piece at a time.
     """
 
     device: torch.device
@@ -157,8 +157,8 @@ class _Thread:
 class Staging:
     """Holds the buckets of one update until it is committed; for any thread.
 
-    The caller settles ``buffers`` after the commit. ``dtypes`` are those of all announced tensors,
-    by name, also of tensors without changes.
+    The caller settles ``buffers`` after the commit. ``dtypes`` holds the dtype of each announced
+    tensor by name, even of tensors without changes.
     """
 
     def __init__(self, place: StagingPlace, buffers: BufferPool) -> None:
@@ -183,8 +183,8 @@ class Staging:
     def refuse(self, reason: str) -> None:
         """Makes the update fail because of a bucket; no further bucket is received.
 
-        Its bytes may have been sent already and would be received as those of the next one. (gloo
-        ends a process that receives more bytes than it expects.)
+        The bytes of the refused bucket may have been sent already, and would be received as the next
+        bucket. (gloo ends a process that receives more bytes than it expects.)
         """
         self._broken = True
         self._fail(reason)
@@ -318,7 +318,7 @@ class Staging:
             self._settle(item, error)
 
     def _put_early(self) -> None:
-        """Queues buckets that waited for an earlier one, which will not be received."""
+        """Queues buckets that waited for an earlier bucket, since that one will not be received."""
         with self._lock:
             for early in self._early.values():
                 self._put(early)

@@ -17,8 +17,8 @@ class WeightGroupInfo:
     The trainer has rank 0, and the server's workers those from ``rank_offset`` on. The group's name
     is unique. ``timeout_seconds`` bounds the rendezvous, and each collective. If ``deltas`` may be
     sent, a server that cannot read its own weights back (vLLM) keeps a copy of what it received, on
-    the host. ``piece_bytes`` is the most of one broadcast over NCCL, so that neither side needs
-    memory for a whole bucket on its GPU; 0 for one broadcast a bucket, as SGLang receives it.
+    the host. ``piece_bytes`` limits one broadcast over NCCL, so that neither side needs memory for a
+    whole bucket on its GPU. With 0, each bucket is one broadcast, as SGLang requires.
     """
 
     master_address: str
@@ -67,9 +67,10 @@ _PREFIX = "torchtitan_grpo.adapters:"
 
 @dataclass(frozen=True)
 class AdapterNote:
-    """Facts on a bucket of adapters, for which SGLang's route has no fields; ``index`` is from 0.
+    """What a server must know of a bucket of adapters; ``index`` counts buckets from 0.
 
-    They are sent as the load format, which SGLang hands to its scheduler unchanged.
+    SGLang's route has no fields for it. So it is sent in place of the load format, which SGLang hands
+    to its scheduler unchanged.
     """
 
     index: int

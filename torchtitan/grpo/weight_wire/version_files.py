@@ -55,7 +55,8 @@ def write_part(
 class VersionDirectories:
     """Makes and removes the directories of versions below ``weight_sync.disk_path``, on rank 0.
 
-    Servers may want the config and tokenizer files of ``source``, the trained model, beside them.
+    The config and tokenizer files of ``source``, the trained model, are copied into each, because
+    servers may need them.
     """
 
     def __init__(self, root: Path, source: Path) -> None:
@@ -95,7 +96,7 @@ class VersionDirectories:
 
 
 def read_weights(folder: str) -> dict[str, torch.Tensor]:
-    """Raises ValueError if there are none, or if they disagree with a ``checksums.json``."""
+    """Reads all weights; ValueError if there are none, or they contradict ``checksums.json``."""
     stored, tensors = WeightFiles(Path(folder), "model_path").headers(), {}
     for file in dict.fromkeys(one.file for one in stored.values()):
         try:

@@ -84,8 +84,8 @@ class DiskTransport(Transport[DiskSender]):
     async def written(self, version: int) -> tuple[Path, int]:
         """Returns the directory of a version, and the number of bytes of its tensors.
 
-        The first call starts to write it, for all. After a NotPrepared, for example because the
-        disk is full, the next call tries again.
+        The first call writes the version for all servers. If that fails, for example because the
+        disk is full, NotPrepared is raised, and the next call tries again.
         """
         task = self._writing.get(version)
         if task is None:

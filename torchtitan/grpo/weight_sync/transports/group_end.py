@@ -137,8 +137,8 @@ class GroupEnd:
     async def send(self, read: Callable[[Callable[[torch.Tensor], None]], None]) -> None:
         """Broadcasts one payload to the server's workers.
 
-        ``read`` calls its argument with the payload, which it keeps alive, on the group's thread.
-        It continues even if this call is cancelled.
+        ``read`` runs on the group's thread, even after this call is cancelled. It must call its
+        argument with the payload, and keep the payload alive meanwhile.
         """
         number, self._num_queued = self._num_queued, self._num_queued + 1
         await self._on_thread(functools.partial(self._send, number, read))
@@ -209,7 +209,7 @@ def _destroy(group: dist.ProcessGroup, gate: AbstractContextManager[None]) -> No
 
 
 def _run(call: Callable[[], T]) -> T:
-    """Keeps errors, which may live on in a reference cycle, from holding groups and payloads."""
+    """Runs ``call``. An error's frames are cleared: they could keep groups and payloads alive."""
     try:
         return call()
     except BaseException as error:

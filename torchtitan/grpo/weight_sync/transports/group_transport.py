@@ -140,7 +140,7 @@ class NcclImpossible(ServerError):
 class Handshake:
     """Chooses the backend of the groups with a server, the same for all source ranks.
 
-    It does so at each join: a server may return with another version of NCCL or on another GPU.
+    Chooses again at each join: a server may return with another version of NCCL or on another GPU.
     """
 
     def __init__(self, client: InferenceClient, transport: GroupTransportName) -> None:
@@ -224,7 +224,7 @@ class GroupTransport(Transport[GroupSender]):
 class GroupConnection(Connection):
     """The groups of all source ranks with one server.
 
-    ``num_buckets`` is by rank. ``timeout_seconds`` bounds a join, and each bucket's transfer.
+    ``num_buckets`` is by source rank. ``timeout_seconds`` bounds a join, and each bucket's transfer.
     """
 
     def __init__(
@@ -286,8 +286,8 @@ class GroupConnection(Connection):
     async def _transfer(self, version: int, base: int | None) -> int:
         """Sends all buckets and returns their total number of bytes.
 
-        Source ranks send at the same time if the server can receive from several at once, or else
-        one bucket each in turn, so that no source is busy for long.
+        Source ranks send at the same time if the server can receive from several at once. Otherwise
+        they take turns, one bucket each, so that no source is busy for long.
         """
         of_source = [
             [(sender, index) for index in range(self._num_buckets[sender.rank])]
@@ -317,7 +317,7 @@ class GroupConnection(Connection):
     ) -> int:
         """Sends buckets one after another and returns their total number of bytes.
 
-        The next one is announced meanwhile, so that the server waits for no request between them.
+        A bucket is announced while the one before it is sent, so that the server never waits between.
         """
         num_bytes = 0
         under_way: deque[asyncio.Task[None]] = deque()

@@ -67,10 +67,10 @@ class Connection(ABC):
     async def push(self, version: int, base: int | None) -> PushReport:
         """Sends one version to the server and makes the server serve it.
 
-        The source ranks hold it, or are gathering it. Only the changes since ``base`` are sent, a
-        version that the server has confirmed and the source ranks still hold; ``None`` sends
-        everything. Raises ServerError if the server refused, failed, or did not answer in time, and
-        RuntimeError if the trainer's side failed.
+        The source ranks hold the version, or are gathering it. Only the changes since ``base`` are
+        sent. The server must have confirmed ``base``, and the source ranks must still hold it. With
+        ``None``, everything is sent. Raises ServerError if the server refused, failed, or did not
+        answer in time, and RuntimeError if the trainer's side failed.
         """
 
     @abstractmethod
@@ -86,7 +86,7 @@ class Connection(ABC):
         """Ends the connection and notifies the server, so that it forgets the connection too."""
 
     async def release_server(self, timeout_seconds: float) -> None:
-        """If it answers, makes the server leave its groups, drop an open update, and generate."""
+        """Makes a server that answers leave its groups, drop an open update, and generate again."""
         for step in (self.client.leave_weight_groups, self.client.resume):
             try:
                 async with asyncio.timeout(timeout_seconds):
