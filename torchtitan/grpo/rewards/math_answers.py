@@ -53,11 +53,11 @@ _MAX_COMPARED = 4000  # characters
 
 
 class OutOfTime(BaseException):
-    """A comparison took too long. No ``Exception``: sympy and math-verify catch those and go on."""
+    """A comparison took too long. It is no ``Exception``, as sympy and math-verify catch those."""
 
 
 def same_answer(given: str, wanted: str) -> bool:
-    """Raises :class:`OutOfTime` after :data:`PROCESSOR_SECONDS` in which the process runs."""
+    """Whether two answers agree. Raises :class:`OutOfTime` after :data:`PROCESSOR_SECONDS` on the CPU."""
     if given == wanted:
         return True
     given, wanted = (" ".join(answer.split()) for answer in (given, wanted))
@@ -162,7 +162,7 @@ def _is_name(text: str) -> bool:
 
 
 def _elements(text: str) -> list[str]:
-    """The elements of a list without brackets if one of them has words or units, else none."""
+    """The elements of a list without brackets if one of them has words or a unit, else an empty list."""
     parts = re.split(r"\s*(?:,|;|(?:\\text\s*\{\s*)?\b(?:and|or)\b(?:\s*\})?)\s*", text)
     parts = [part for part in parts if part]
     if not 1 < len(parts) <= 8 or re.search(r"[()\[\]]|\\[{}]|\\begin|=", text):
@@ -190,7 +190,7 @@ def _math_verify_agrees(given: str, wanted: str) -> bool:
 
 
 def _is_huge(text: str) -> bool:
-    """Returns whether a number would take too long in a way that cannot be interrupted."""
+    """Returns whether computing a number would take too long and could not be interrupted."""
     return _HUGE.search(text) is not None or any(
         tower[3] is not None
         or int(tower[2]) * math.log(max(int(tower[1]), 1)) > math.log(_MAX_EXPONENT)
@@ -204,7 +204,7 @@ def _squeezed(text: str) -> str:
 
 @contextmanager
 def _processor_time(seconds: float) -> Iterator[None]:
-    """Raises :class:`OutOfTime` in a block that takes longer; in the main thread only."""
+    """Raises :class:`OutOfTime` in a block that takes longer. Other threads than the main have no limit."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -224,7 +224,7 @@ def _processor_time(seconds: float) -> Iterator[None]:
 
 @functools.cache
 def _math_verify() -> tuple[Callable[[str], Any], Callable[[Any, Any], bool]]:
-    """Imports math-verify outside the time that counts for a user's answer; it takes seconds."""
+    """Imports math-verify, which takes seconds. These do not count towards an answer's time limit."""
     left = signal.setitimer(signal.ITIMER_PROF, 0.0)
     from latex2sympy2_extended import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse, verify
