@@ -6,8 +6,8 @@
 A step of a server reads all weights and the KV cache of every running completion from memory, and
 multiplies one token of each with the weights that a token uses (the roofline of decoding). The times of
 training, prompts and weight pushes follow from their FLOPs and bytes. Hardware reaches only a part of its
-peak: the parts below are typical of well-tuned programs, not measured here, and a run of another kind can differ
-by a factor of two. Costs that were measured in a run (``measured.py``) need none of them.
+peak: the parts below are typical of well-tuned programs, not measured here, and a run of another kind can
+differ by a factor of two. Costs that were measured in a run (``measured.py``) need none of them.
 """
 
 from collections.abc import Mapping
