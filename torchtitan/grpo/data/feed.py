@@ -211,7 +211,8 @@ class Feed:
     ) -> float:
         """Combines the metrics of all ranks, in place, and returns rank 0's gradient norm.
 
-        The host waits for the device once, here. Gradient norms of ranks may differ in their last bits, depending on the layout. With rank 0's number all ranks make the same decisions.
+        The host waits for the device once, here. Depending on the layout, gradient norms of ranks differ in
+        their last bits. With rank 0's number all ranks make the same decisions.
         """
         norm = totals.fetch(grad_norm)
         own = torch.tensor([norm if self.rank == 0 else 0.0], dtype=torch.float64)
