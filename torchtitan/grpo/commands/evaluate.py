@@ -3,7 +3,7 @@
 
 """``torchtitan-grpo evaluate X.toml``: the evaluation of a run, without training.
 
-Launched servers load the named weights; servers at ``inference.urls`` are asked as they are.
+Launched servers load the named weights; servers at ``inference.urls`` keep the weights that they have.
 """
 
 import argparse
@@ -72,7 +72,7 @@ _TABLE_COLUMNS = 1000
 class Subject:
     """The weights that are evaluated.
 
-    ``model`` is their directory, or that of their tokenizer if servers have the weights.
+    ``model`` describes their directory; if servers already have the weights, it only gives the tokenizer.
     """
 
     model: HFModel
@@ -90,7 +90,7 @@ def options() -> argparse.ArgumentParser:
 
 
 def evaluate(given: argparse.Namespace, arguments: Sequence[str]) -> int:
-    """Evaluates with the ranks' ``arguments``; returns the exit status, or raises RunError."""
+    """Evaluates a run with the ``arguments`` of its ranks; returns the exit status, or raises RunError."""
     config = load_config(list(arguments))
     require_open_files()
     held: HeldFolders | None = None
@@ -190,7 +190,7 @@ def _check(config: JobConfig, given: argparse.Namespace) -> None:
 
 
 def _named(config: JobConfig, given: argparse.Namespace) -> tuple[HFModel, str]:
-    """The weights' model, and the name of their evaluation's folder."""
+    """Returns the model that is evaluated, and the name of the folder for its results."""
     if given.model:
         config.model.hf_assets_path = given.model
     for note in locate_models(config):
@@ -279,7 +279,7 @@ def _record(
 
 
 def find_checkpoint(config: JobConfig, named: str) -> Path:
-    """``named`` is ``newest``, a step, or a folder; the checkpoint found is whole and undamaged."""
+    """Returns the folder of an undamaged checkpoint; ``named`` is ``newest``, a step, or a folder."""
     folder = Path(config.job.dump_folder) / config.checkpoint.folder
     if named == "newest" or named.isdecimal():
         steps = whole_steps(folder)
@@ -308,7 +308,7 @@ def find_checkpoint(config: JobConfig, named: str) -> Path:
 def export_checkpoint(config: JobConfig, model: HFModel, folder: Path, target: Path) -> None:
     """Writes a checkpoint's model as a Hugging Face directory, in ``export_dtype``.
 
-    It must fit into host memory. ``model`` gives config and tokenizer; its arguments are changed.
+    The model must fit into host memory. ``model`` gives config and tokenizer; its arguments are changed.
     """
     dtype = TORCH_DTYPE_MAP[config.checkpoint.export_dtype]
     built, adapter_of = build_without_memory(config, model)

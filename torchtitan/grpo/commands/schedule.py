@@ -60,7 +60,7 @@ def options() -> argparse.ArgumentParser:
 
 
 def _number(what: str, fits: Callable[[float], bool]) -> Callable[[str], float]:
-    """Returns a parser of numbers, whose error begins with ``what``."""
+    """Returns a parser for a number; its error message begins with ``what``."""
 
     def parse(text: str) -> float:
         try:
@@ -121,7 +121,7 @@ def show_schedules(config: JobConfig, given: argparse.Namespace) -> None:
 
 
 def _candidates(config: JobConfig) -> list[Schedule]:
-    """Reads the model only if the configuration fixes the number of stages."""
+    """Returns the schedules to compare. Reads the model only if settings fix the number of stages."""
     settings = config.parallelism
     if not fixes_stages(settings):
         return candidates(settings.pipeline_parallel_degree)
@@ -137,7 +137,7 @@ def _candidates(config: JobConfig) -> list[Schedule]:
 def try_all(
     num_ranks: int, num_microbatches: int, times: tuple[float, ...], hop: float = 0.0
 ) -> dict[str, tuple[Table, Simulation]]:
-    """Simulates all schedules but Helix, for a model whose division does not change its time."""
+    """Simulates all schedules but Helix, as if dividing the model into more stages cost no time."""
     tried = {}
     for name, row in LAYER_SCHEDULES.items():
         if name == AUTO:
@@ -166,8 +166,8 @@ def try_helix(
 ) -> tuple[Table, Simulation]:
     """Simulates Helix with a few layers on each rank.
 
-    ``attention`` is its share of F and I. With ``recomputes``, I includes all of F, and Helix saves
-    the part of attention.
+    ``attention`` is the share of attention in F and I. With ``recomputes``, I includes all of F, and Helix
+    need not recompute attention.
     """
     forward, input_grad, weight_grad = (time / _LAYERS_A_RANK for time in times)
     again = forward if recomputes else 0.0

@@ -42,7 +42,7 @@ class Check:
 
 
 def read_summary(run: Path, *more: str) -> dict[str, Any]:
-    """Reads ``summary.json`` of a finished run, which must have some keys, and those of ``more``."""
+    """Reads ``summary.json`` of a finished run; ValueError if a needed key, or one of ``more``, is missing."""
     file = run / "summary.json"
     summary = read_json(file, file.read_text(errors="replace")) if file.is_file() else {}
     if missing := [key for key in (*_NEEDED, *more) if key not in summary]:
@@ -55,7 +55,7 @@ def read_summary(run: Path, *more: str) -> dict[str, Any]:
 
 
 def read_json(where: Path | str, text: str) -> dict[str, Any]:
-    """``where`` begins the message if the object of a run is damaged."""
+    """Returns a JSON object; if the text is not one, the message of the ValueError begins with ``where``."""
     try:
         found = json.loads(text)
     except ValueError as error:
@@ -136,7 +136,7 @@ def compare(
 
     A token counts as greedy if its logprob is at most twice the tolerance below the highest of
     ``known_ids`` (a padded vocabulary has more). Returns the largest difference of a token's
-    logprob, the number of tokens that transformers would not have chosen, and of tokens.
+    logprob, the number of tokens that are not greedy, and the number of all tokens.
     """
     model = load_model(str(checkpoint), "cpu", "float32").eval()
     known_ids = [token for token in known_ids if token < model.config.vocab_size]

@@ -37,7 +37,7 @@ class Bounds:
         return dataclasses.replace(self, special=(value, meaning))
 
     def allow(self, value: float | None) -> bool:
-        """Returns whether a value is valid, as None is. NaN is never allowed."""
+        """Returns whether a value is valid. None always is, and NaN never."""
         if value is None or (self.special is not None and value == self.special[0]):
             return True
         is_above = value >= self.minimum if self.includes_minimum else value > self.minimum
@@ -65,7 +65,7 @@ def above(minimum: float) -> Bounds:
 
 
 def bounds_of(table: type) -> dict[str, Bounds]:
-    """Returns the bounds of each field of a table that has some."""
+    """Returns the bounds of those fields of a table that have bounds."""
     found = {}
     for field in dataclasses.fields(table):
         metadata: tuple[Any, ...] = getattr(field.type, "__metadata__", ())
@@ -76,7 +76,7 @@ def bounds_of(table: type) -> dict[str, Bounds]:
 
 
 def bounded_settings(table: Any, prefix: str = "") -> Iterator[tuple[str, Bounds, Any]]:
-    """Yields key, bounds and value of each setting that has bounds, also of inner tables."""
+    """Yields key, bounds and value of each setting that has bounds, including those of inner tables."""
     if dataclasses.is_dataclass(table):
         for name, bounds in bounds_of(type(table)).items():
             yield f"{prefix}{name}", bounds, getattr(table, name)

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The tables ``[cluster.NAME]``, and which servers a run launches because of them or without them."""
+"""The tables ``[cluster.NAME]``, and the servers that a run launches with or without such tables."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -37,9 +37,9 @@ class ClusterRow:
 
 @dataclass(frozen=True)
 class ServerGroup:
-    """Servers that are launched on the same hardware. Empty ``gpus`` are chosen by ``is_lent``.
+    """Servers that are launched on the same hardware. Without ``gpus``, ``is_lent`` decides which they use.
 
-    ``key`` is the TOML table that gives their number.
+    ``key`` is the TOML table that sets their number.
     """
 
     key: str
@@ -49,7 +49,7 @@ class ServerGroup:
 
 
 class HasServers(Protocol):
-    """The configuration of a run, or what the rollout process gets of it."""
+    """The configuration of a run, or the part of it that the rollout process gets."""
 
     inference: Inference
     cluster: dict[str, ClusterRow]
@@ -69,7 +69,7 @@ def server_groups(config: HasServers) -> list[ServerGroup]:
 
 
 def lent_groups(config: HasServers) -> list[ServerGroup]:
-    """Returns the servers that use the training devices while these wait, and sleep otherwise."""
+    """Returns the servers that run on the training devices while training waits, and sleep otherwise."""
     return [group for group in server_groups(config) if group.is_lent]
 
 

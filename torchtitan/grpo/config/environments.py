@@ -30,7 +30,7 @@ WEIGHT = "weight"
 
 
 class HasEnvironments(Protocol):
-    """The configuration of a run, or what the rollout process gets of it."""
+    """The configuration of a run, or the part of it that the rollout process gets."""
 
     prompts: Prompts
     rollout: Rollout
@@ -45,8 +45,8 @@ _Config = TypeVar("_Config", bound=HasEnvironments)
 def environments_of(config: _Config) -> dict[str, _Config]:
     """Returns the whole configuration of each environment by its name, in the order of the names.
 
-    Without ``[environments]`` this is one without a name: the configuration itself. The settings
-    must have been checked (`config_checks/environments.py`).
+    Without ``[environments]``, the only entry is the configuration itself, under an empty name. The
+    settings must have been checked (`config_checks/environments.py`).
     """
     if not config.environments:
         return {"": config}
@@ -63,7 +63,7 @@ def _of(config: _Config, given: Mapping[str, Any]) -> _Config:
 
 
 def environment_weights(config: HasEnvironments) -> list[float]:
-    """Returns the weights in the order of `environments_of`; none if sizes are to decide."""
+    """Returns the weights in the order of `environments_of`; empty if numbers of prompts decide instead."""
     given = [config.environments[name].get(WEIGHT) for name in sorted(config.environments)]
     return [weight for weight in given if weight is not None]
 
@@ -74,12 +74,12 @@ def own_key(name: str, setting: str) -> str:
 
 
 def setting_of(key: str) -> str:
-    """Returns the key that a key of an environment replaces; any other key is returned as it is."""
+    """Returns the run's key that an environment's key overrides; any other key is returned unchanged."""
     return key.split(".", 2)[2] if key.startswith("environments.") else key
 
 
 def own_settings(environments: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns the values that environments set, by their keys in full."""
+    """Returns the values that environments set, by their full keys."""
     found: dict[str, Any] = {}
     for name, given in environments.items():
         tables = {key: value for key, value in given.items() if key != WEIGHT}

@@ -1,9 +1,9 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The tables that have the names and the keys of torchtitan 0.2's, as far as they have a sense here.
+"""The tables that torchtitan 0.2 also has, with its names and those of its keys that make sense here.
 
-Torchtitan's releases configure themselves in different ways, so that none of its classes is used.
+Torchtitan's releases differ in how they are configured, so none of torchtitan's own classes is used.
 """
 
 from dataclasses import dataclass, field

@@ -80,27 +80,27 @@ class JobConfig:
 
     @property
     def has_servers(self) -> bool:
-        """Whether servers generate rollouts: neither in a replay nor in supervised training."""
+        """Whether servers generate rollouts, as in all runs but replays and supervised training."""
         return self.rollout.replay is None and self.sft.path is None
 
     @property
     def lends_devices(self) -> bool:
-        """Whether servers use the training devices while these wait."""
+        """Whether servers use the training devices while training waits."""
         return self.has_servers and bool(lent_groups(self))
 
     @property
     def may_be_taught(self) -> bool:
-        """Whether rollouts may come with a teacher's ratings: from teachers, or from a file."""
+        """Whether rollouts may have a teacher's ratings, from running teachers or from a replayed file."""
         return bool(self.teacher.urls) or self.rollout.replay is not None
 
     @property
     def has_rewards(self) -> bool:
-        """Whether the run learns from rewards: not from examples or from a teacher alone."""
+        """Whether the run learns from rewards, and not only from examples or a teacher."""
         is_taught = bool(self.teacher.urls) and not reward_functions(self)
         return self.sft.path is None and not is_taught
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the configuration as plain data for printing and logging, with keys masked."""
+        """Returns the configuration as plain data for printing and logging, with API keys masked."""
         values = dataclasses.asdict(self)
         for table, name in grpo_config.SECRETS:
             if values[table][name]:

@@ -97,7 +97,7 @@ class Prompts:
     its own. Measured by ``benchmarks/shared_prompts.py``."""
 
     def chat_settings(self) -> dict[str, Any]:
-        """Returns the settings for chat messages; a system prompt that says nothing is None."""
+        """Returns the settings for chat messages; a blank system prompt becomes None."""
         text = self.system_prompt
         system_prompt = None if text is None or not text.strip() else text
         return {"system_prompt": system_prompt, "chat_template_kwargs": self.chat_template_kwargs}

@@ -77,7 +77,7 @@ def validate(config: JobConfig) -> None:
 
 
 def warnings_of(config: JobConfig) -> list[str]:
-    """Returns what works, but hardly as it was meant."""
+    """Returns warnings about settings that work, but hardly as they were meant."""
     return [*unused_server_settings(config), *length_warnings(config)]
 
 

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Checks the form of ``[environments]``; what its settings must hold is checked as a run's is."""
+"""Checks the form of ``[environments]``; the values of its settings are checked like those of a run."""
 
 import difflib
 import math
@@ -20,7 +20,7 @@ _TABLES = {"prompts": Prompts, "rollout": Rollout, "reward": Reward, "agent": Ag
 
 
 def check_tables(config: JobConfig) -> None:
-    """Refuses what `environments_of` cannot read, and settings that would compete with it."""
+    """Refuses tables that `environments_of` cannot read, and settings of the run that conflict with them."""
     environments, prompts = config.environments, config.prompts
     if not environments:
         return

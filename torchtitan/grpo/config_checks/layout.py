@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def layout_problems(config: JobConfig) -> Iterator[str]:
-    """Yields problems of ``[parallelism]`` that need no model to be seen."""
+    """Yields problems of ``[parallelism]`` that can be found without the model."""
     yield from _degree_problems(config.parallelism)
     settings, training = config.parallelism, config.training
     parts = settings.tensor_parallel_degree * settings.context_parallel_degree
@@ -62,7 +62,7 @@ def _degree_problems(settings: Parallelism) -> Iterator[str]:
 
 
 def _expert_degree_problems(settings: Parallelism, shard: int) -> Iterator[str]:
-    """Expert parallelism uses the ranks of other parallelisms."""
+    """Yields a problem if the ranks of the other parallelisms cannot be divided for experts."""
     experts, tensor = settings.expert_parallel_degree, settings.tensor_parallel_degree
     if (lent := shard * settings.context_parallel_degree * tensor) % experts:
         yield (
@@ -125,7 +125,7 @@ def _pipeline_problems(config: JobConfig) -> Iterator[str]:
 
 
 def check_fill_jobs(config: JobConfig) -> None:
-    """Loads the functions of ``parallelism.pipeline_fill_jobs``; ValueError if one is no job."""
+    """Loads the functions in ``parallelism.pipeline_fill_jobs``; ValueError if one cannot be used as a job."""
     paths: list[str] = config.parallelism.pipeline_fill_jobs  # pyright: ignore[reportAttributeAccessIssue]
     if not paths:
         return
@@ -202,7 +202,7 @@ def model_layout_problems(config: JobConfig, model: "HFModel") -> Iterator[str]:
 
 
 def _compiled_checkpoint_problems(config: JobConfig, model: "HFModel") -> Iterator[str]:
-    """Checkpoints of experts' blocks lie outside of compile."""
+    """Only dense models are affected: with experts, activation checkpoints lie outside of compiled blocks."""
     degree, mode = config.parallelism.tensor_parallel_degree, config.activation_checkpoint.mode
     is_dense = not model.model_args.has_experts
     is_checkpointed = mode in ("full", "selective")

@@ -198,7 +198,7 @@ _SETTING = 'grpo.advantage = "gae"'
 
 
 def check_critic(config: JobConfig) -> None:
-    """Also forbids what takes advantages as relative to a group, or as those of whole sequences."""
+    """Also forbids settings for advantages that are relative to a group, or equal for a whole sequence."""
     if not config.has_critic:
         return
     grpo, optimizer, teacher = config.grpo, config.optimizer, config.teacher

@@ -11,7 +11,7 @@ from torchtitan.grpo.config_checks.rules import forbid, require
 
 
 def check_cluster(config: JobConfig) -> None:
-    """A replay and supervised training have no servers, and ignore ``[cluster]``."""
+    """Checks ``[cluster]``, which replays and supervised training ignore because they have no servers."""
     if not (config.has_servers and config.cluster):
         return
     inference = config.inference

@@ -112,7 +112,7 @@ _LAUNCH_ONLY = (
 
 
 def unused_server_settings(config: JobConfig) -> list[str]:
-    """Returns a warning if settings of launched servers are set, and none is launched."""
+    """Returns a warning if settings of launched servers are set, but no server is launched."""
     inference, defaults = config.inference, grpo_config.Inference()
     if inference.launch or not config.has_servers:
         return []

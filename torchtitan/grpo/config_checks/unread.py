@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Refuses settings that are set and would be ignored. One at its default counts as not set."""
+"""Refuses settings that would be ignored. A setting at its default counts as not set."""
 
 from collections.abc import Callable
 
@@ -132,7 +132,7 @@ _READ_WITH: dict[str, dict[_Condition, tuple[str, ...]]] = {
 
 
 def check_unread(config: JobConfig) -> None:
-    """A setting of the run must be read in one environment, and one of an environment in that one."""
+    """Refuses settings of the run that no environment reads, and those of one that it does not read."""
     owns = environments_of(config)
     for name, conditions in _READ_WITH.items():
         if name == "inference" and not config.has_servers:

@@ -12,18 +12,18 @@ the smallest sum of the other, and so on. The method ends when one tuple is left
 
     3 parts of 8, 7, 6, 5, 4, as (sum, sum, sum):
     (8 0 0) (7 0 0) (6 0 0) (5 0 0) (4 0 0)
-    (8 7 0) (6 0 0) (5 0 0) (4 0 0)              8 and 7 stand apart
+    (8 7 0) (6 0 0) (5 0 0) (4 0 0)              8 and 7 are in different parts
     (8 7 6) (5 0 0) (4 0 0)                      spread 2: no longer the widest
     (8 7 6) (5 4 0)                              ...
     (8 11 11)                                    4 with 7, 5 with 6, nothing with 8
 
-With equal counts each tuple at the start holds k things that follow each other in order of cost,
-one in each part, so that every merge adds the same number of things to each part (Michiels et
-al., "Performance ratios for the differencing method", 2003). The complete search of the papers is
-left out.
+If parts must have equal counts, each tuple at the start holds k things that follow each other in
+order of cost, one in each part, so that every merge adds the same number of things to each part
+(Michiels et al., "Performance ratios for the differencing method", 2003). The papers' complete
+search is not implemented.
 
-Differencing comes close to the mean only with many things in each part. With few things, swaps
-follow, each of which makes the heaviest part lighter (:func:`even_out`).
+Differencing comes close to the mean only with many things in each part. Therefore swaps follow,
+each of which makes the heaviest part lighter (:func:`even_out`).
 """
 
 import heapq
@@ -208,7 +208,7 @@ def even_out(
         row_size: Largest total size of the things of a row.
         bound: Cost of the heaviest part at which swapping ends.
         may_move: Whether the number of things in a row may change.
-        bundles: Whether to try up to two things for up to three, each of one row, if no swap of
+        bundles: Whether to try up to two things of one row for up to three of another, if no swap of
             single things helps. In full rows only such swaps exchange a long thing for several
             short ones.
     """
@@ -306,7 +306,7 @@ class _Split:
         return np.array(found, np.int64).reshape(-1, most)
 
     def _best(self, given: np.ndarray, taken: np.ndarray) -> tuple[list[int], list[int]] | None:
-        """The best pair of a bundle of ``given`` [g, any] and one of ``taken`` [t, any]."""
+        """The best swap of a bundle in ``given`` [g, any] for one in ``taken`` [t, any], if any helps."""
         if not len(given) or not len(taken):
             return None
         source, target = self.row[given[:, 0]], self.row[taken[:, 0]]

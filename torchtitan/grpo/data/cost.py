@@ -18,9 +18,9 @@ from torchtitan.grpo.models.families import family_of
 
 class SequenceCost(Protocol):
     def __call__(self, num_tokens: int, num_before: int = 0) -> float:
-        """Returns the cost of tokens of a sequence that follow ``num_before`` others.
+        """Returns the cost of ``num_tokens`` tokens that follow ``num_before`` others in a sequence.
 
-        Each function has its own unit.
+        The unit depends on the implementation.
         """
         ...
 
@@ -37,8 +37,8 @@ def token_cost(num_tokens: int, num_before: int = 0) -> float:
 class FlopsCost:
     """FLOPs of one forward and backward pass over all layers.
 
-    ``per_token`` are those of products with weights, ``per_pair`` those of a query and a key that it sees
-    in layers without a window, and ``windows`` those in layers with one: its tokens, and the FLOPs.
+    ``per_token`` counts a token's products with weights, and ``per_pair`` a pair of a query and a key that it
+    sees in layers without a window. ``windows`` has each size of a window, with the FLOPs of a pair there.
     """
 
     per_token: float
@@ -54,13 +54,13 @@ class FlopsCost:
 
 
 def _beyond(window: int, begin: int, end: int) -> float:
-    """Pairs of the queries in [begin, end) whose key lies before the window."""
+    """Number of pairs of queries in [begin, end) and keys that lie before the query's window."""
     first, last = max(begin - window, 0), max(end - window, 0)
     return (last * (last + 1) - first * (first + 1)) / 2
 
 
 def flops_cost(config: Mapping[str, Any]) -> FlopsCost:
-    """Takes a ``config.json``; counts the experts that a token uses."""
+    """Returns the cost for a ``config.json``; of experts, only those that a token uses count."""
     layers = family_of(config).layers(config)
     weights = sum(layer.products for layer in layers) + config["hidden_size"] * config["vocab_size"]
     pairs = dict[int | None, int]()

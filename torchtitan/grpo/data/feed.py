@@ -4,10 +4,10 @@
 """Gives each rank the rows that rank 0 has planned for it.
 
 Only rank 0 talks to the rollout process and plans. It broadcasts a small message, which is a signal
-such as the end of the run, or announces a batch whose rows follow. They travel as plain tensors
-over a gloo group that belongs to the feed, so that nothing is pickled and the groups of the
-training are not used. With ``prompts.single_rank_load = false`` no rows follow: the message has
-packing lists, and each rank fetches its rollouts from the rollout process.
+such as the end of the run, or announces a batch whose rows follow. Messages and rows travel as plain
+tensors over a gloo group of their own, so that nothing is pickled and training's process groups are
+not used. With ``prompts.single_rank_load = false`` no rows follow: the message has packing lists, and
+each rank fetches its rollouts from the rollout process.
 """
 
 from collections.abc import Sequence
@@ -54,7 +54,7 @@ class Signal(IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class BatchFacts:
-    """What all ranks know of a batch, or of a part of it.
+    """What all ranks know about a batch, or about a part of one.
 
     Attributes:
         minibatch_tokens: For each minibatch, the number of tokens with a loss over all ranks,
@@ -80,7 +80,7 @@ class BatchFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainBatch(BatchFacts):
-    """Holds the rows that one rank trains on, of a batch or of a part of it.
+    """The rows of a batch, or of a part of one, that one rank trains on.
 
     Attributes:
         minibatches: The rank's rows for each optimizer step of one epoch, with advantages of 0;
@@ -104,7 +104,7 @@ class FetchAddress:
 
 
 class _Fetched(msgspec.Struct):
-    """An entry of a packing list: a sequence of the rollout at ``source`` in the batch."""
+    """An entry of a packing list: sequence ``part`` of rollout ``source`` of the batch, for row ``row``."""
 
     row: int
     source: int
@@ -211,8 +211,8 @@ class Feed:
     ) -> float:
         """Combines the metrics of all ranks, in place, and returns rank 0's gradient norm.
 
-        The host waits here for the device, once. The norm is the same on all ranks but for its
-        last bits, which depend on the layout. With one rank's number all ranks decide the same.
+        The host waits for the device once, here. Depending on the layout, gradient norms of ranks differ in
+        their last bits. With rank 0's number all ranks make the same decisions.
         """
         norm = totals.fetch(grad_norm)
         own = torch.tensor([norm if self.rank == 0 else 0.0], dtype=torch.float64)
@@ -265,7 +265,7 @@ class Feed:
         dtype: torch.dtype,
         plan: StepPlan | None,
     ) -> dict[str, torch.Tensor]:
-        """Scatters fields of the ranks' rows together as one tensor; returns them by name."""
+        """Scatters some fields of the rows as one tensor; returns this rank's part of each by name."""
         out = torch.empty(len(names), *shape, dtype=dtype)
         of_ranks = None
         if plan is not None:

@@ -3,11 +3,11 @@
 
 """Lays sequences out in the rows of ranks, so that groups share what they can. Pure functions.
 
-Sequences of one group share their context only in one row. They are therefore spread in *bundles*
-of one group, which stay together. Large bundles save most, and small ones are easier to balance:
-bundles of a whole group, of half a group, and so on to single sequences are tried, as are those that
-arise if groups fill rows one after the other. The fewest rows are taken, and among these the lightest
-heaviest rank; the search ends once both are as good as they can be.
+Sequences of a group can share their context only within a row. They are therefore spread in *bundles*
+of one group, which stay together. Large bundles save most, and small ones are easier to balance.
+Bundles of a whole group, of half a group, and so on to single sequences are tried, and so are those
+that arise if groups fill one row after the other. The layout with the fewest rows is chosen, and among
+these the one whose costliest rank costs least. The search ends once both are as good as they can be.
 """
 
 import bisect
@@ -33,7 +33,7 @@ _EVEN = 1e-3
 
 
 class _Bundle(NamedTuple):
-    """Sequences of one group, by index, with what they need in a row together."""
+    """Sequences of one group, by index, with the tokens and the cost that they have together in one row."""
 
     members: list[int]
     num_tokens: int
@@ -56,7 +56,7 @@ class Layout:
         return self.local_batch_size * self.row_bucket or 1
 
     def spread(self, samples: Sequence[Sample], min_rows: int = 0) -> Spread:
-        """For each rank its rows, each a list of indices of ``samples``; at least ``min_rows``."""
+        """Returns the rows of each rank, at least ``min_rows``; a row is a list of indices of ``samples``."""
         best, best_key, least = None, (0, 0.0), min_rows
         for bundles, is_whole in _bundlings(samples, self.row_len, self.cost):
             # Rows of a rank that hold all tokens, if rows can be full.
@@ -103,9 +103,9 @@ class Layout:
 def lay_out(
     minibatches: Sequence[Sequence[Sample]], layout: Layout
 ) -> tuple[Spread, dict[str, float]]:
-    """Lays out each minibatch in separate rows, the same number on each rank and in each.
+    """Lays out each minibatch in rows of its own, as many for each rank and each minibatch.
 
-    Returns the rows of each rank, whose indices count through all minibatches, and metrics.
+    Returns metrics, and the rows of each rank; their indices count through all minibatches.
     """
     spreads = [layout.spread(samples) for samples in minibatches]
     per_rank = max(len(spread[0]) for spread in spreads)
@@ -163,7 +163,7 @@ _Bundler = Callable[[tuple[int, ...]], _Bundle]
 
 
 def _fitting(bundle: _Bundler, members: tuple[int, ...], row_len: int) -> Iterator[_Bundle]:
-    """Halves a bundle until it fits into a row, or is a single sequence."""
+    """Yields a bundle, halved until each part fits into a row or is a single sequence."""
     whole = bundle(members)
     if len(members) == 1 or whole.num_tokens <= row_len:
         yield whole
@@ -176,7 +176,7 @@ def _fitting(bundle: _Bundler, members: tuple[int, ...], row_len: int) -> Iterat
 def _in_line(
     bundle: _Bundler, groups: Sequence[tuple[int, ...]], row_len: int
 ) -> Iterator[_Bundle]:
-    """Fills rows with groups, which are divided only where a row ends."""
+    """Yields bundles that fill one row after the other: a group is divided only where a row ends."""
     free = row_len
     for rest in groups:
         while rest:

@@ -160,7 +160,7 @@ def split_evenly(sizes: Sequence[int], num_parts: int) -> list[list[int]]:
 
 
 def rows_per_rank(num_rows: int, num_ranks: int, multiple: int) -> int:
-    """Returns the fewest rows for each rank that hold ``num_rows`` in all; at least ``multiple``."""
+    """Returns how many rows each rank has to hold ``num_rows`` in all: the least multiple above 0."""
     return -(-max(num_rows, 1) // (num_ranks * multiple)) * multiple
 
 

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Plans steps with a run's settings, for live and for replayed rollouts."""
+"""Plans the steps of a run from live or replayed rollouts, with the run's settings."""
 
 import json
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ _PADDING = "data/padding_fraction"
 
 @dataclass(frozen=True)
 class PlannedPart:
-    """The plan of a part of a batch. ``metrics`` are the batch's in its last part, else empty."""
+    """The plan of a part of a batch. The last part has the metrics of the whole batch, and others none."""
 
     plan: StepPlan
     metrics: dict[str, float]
@@ -51,7 +51,7 @@ class StepPlanner:
 
     @property
     def groups(self) -> list[RolloutGroup]:
-        """All groups of the current batch that have been planned, by ``group_id``."""
+        """All groups of the current batch that have been planned, in order of ``group_id``."""
         return sorted(
             (group for groups, _ in self._parts for group in groups), key=lambda g: g.group_id
         )
@@ -75,10 +75,10 @@ class StepPlanner:
         num_ranks: int,
         part: BatchPart = BatchPart.WHOLE,
     ) -> PlannedPart:
-        """Plans one part of a batch, and forgets those planned before if it begins the batch.
+        """Plans one part of a batch. The first part of a batch drops the parts of the batch before.
 
-        ``step`` counts the batches trained on, where supervised examples continue. The ages of
-        samples count from ``version``.
+        ``step`` is the number of batches trained on, which decides the supervised examples to mix in. Ages
+        of samples are relative to ``version``.
         """
         if part.begins_batch:
             self._parts = []
@@ -124,7 +124,7 @@ class StepPlanner:
 def batch_metrics(
     parts: Sequence[tuple[Sequence[RolloutGroup], StepPlan]], version: int
 ) -> dict[str, float]:
-    """Combines the metrics of a batch's plans; the ages of samples count from ``version``."""
+    """Combines the metrics of a batch's plans; ages of samples are relative to ``version``."""
     plans = [plan for _, plan in parts]
     rollouts = [r for groups, _ in parts for g in groups for r in g.rollouts]
 
@@ -182,7 +182,7 @@ def open_sample_log(config: JobConfig, model: HFModel, start_version: int) -> Sa
 
 
 def _row_bucket(config: JobConfig, model: HFModel) -> int:
-    """Returns 1 in pipelines and where shapes are compiled, and else 0: any number of rows."""
+    """Returns 1 with pipelines and compiled shapes, which need full microbatches; else 0."""
     attention = choose_packed_attention(config, utils.device_type, model.model_args.head_dim)
     is_fixed = (
         config.parallelism.pipeline_parallel_degree > 1
@@ -197,8 +197,8 @@ def _advantages_of(
 ) -> dict[int, list[float | None]]:
     """Advantages by ``group_id``, as every rank computes them; None if a rollout is not trained.
 
-    All are None with the KL penalty in the reward, which is known only after the reference's pass,
-    and with a critic, by whose values each token has its own.
+    All are None with a critic, because tokens then have different advantages, and with the KL penalty in
+    the reward, because that is known only after the forward pass of the reference model.
     """
     sizes = [len(group.rollouts) for group in groups]
     values: list[float | None] = [None] * sum(sizes)

@@ -27,9 +27,9 @@ _KEY = "grpo.ptx_path"
 
 
 class PtxStream:
-    """The examples of ``grpo.ptx_path``, tokenized; endless, with a new permutation in each epoch.
+    """An endless stream of the tokenized examples of ``grpo.ptx_path``, shuffled anew in each epoch.
 
-    The constructor reads the whole file, so that :class:`DataError` tells a bad example before
+    The constructor reads the whole file, so that a bad example raises :class:`DataError` before
     training. An end-of-sequence token is appended to completions that do not end in one.
     ``num_too_long`` counts the examples that are left out because they are longer than a row.
     """
@@ -66,9 +66,9 @@ class PtxStream:
         return len(self._samples)
 
     def take(self, step: int, num_examples: int) -> list[Sample]:
-        """Returns the examples of the step after ``step`` batches, also of a resumed run.
+        """Returns the examples of the step that follows ``step`` batches, the same in a resumed run.
 
-        The plan sets their weights.
+        Their weights are still to be set.
         """
         first = step * num_examples
         return [self._samples[self._order.row(first + i)] for i in range(num_examples)]
@@ -100,7 +100,7 @@ class PtxStream:
 
 
 def _rows(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields the rows of the file, each with its place."""
+    """Yields the rows of the file, each after its place, for messages."""
     try:
         check_regular(path)
         with closing(JsonlTable(path, {}, None, _KEY)) as table:

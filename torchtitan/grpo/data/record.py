@@ -3,8 +3,8 @@
 
 """Records batches of rollouts in a file, from which a run can train on them again.
 
-The file holds blocks: a header, then one for each batch, in the order of training. Both are encoded
-as batches are on their way from the rollout process, with every bit (`rollout/codec.py`)::
+The file consists of blocks: a header, then one block for each batch, in the order of training. They are
+encoded without loss, like batches that the rollout process sends (`rollout/codec.py`)::
 
     8 bytes   size of the msgpack part        4 bytes   CRC-32 of both parts
     8 bytes   size of the arrays              4 bytes   CRC-32 of these 20 bytes
@@ -44,7 +44,7 @@ class RecordHeader(msgspec.Struct):
 
 @dataclass(frozen=True)
 class BatchRecord:
-    """One planned batch, trained on by policy ``version``; ``progress`` includes it."""
+    """One batch, on which policy ``version`` was trained; ``progress`` includes its prompts."""
 
     version: int
     progress: PromptProgress
@@ -55,8 +55,8 @@ class RolloutRecorder:
     """Appends each batch to ``rollout.record`` before it is trained on.
 
     A run that resumes after ``version`` batches drops later ones, which are generated again. Raises
-    :class:`DataError` if a new run would overwrite batches, if the file cannot be written, or if a
-    resumed run finds other batches than it has trained on.
+    :class:`DataError` if a new run would overwrite batches, if the file cannot be written, or if it lacks
+    batches that a resumed run has trained on.
     """
 
     def __init__(self, path: str, vocab_size: int, temperature: float, version: int) -> None:
@@ -132,10 +132,10 @@ class RolloutRecorder:
 class RecordReader:
     """Iterates over the batches of a file as (where, record), with one batch in memory at a time.
 
-    Each iteration reads the file from its beginning, and raises :class:`DataError` if it cannot be
-    used. An incomplete last block, which a run leaves that is killed while writing, is skipped, and
-    ``was_cut_off`` set: the run has not trained on that batch. ``header`` is the file's, once read. A
-    ``vocab_size`` or ``temperature`` of None takes any.
+    Each iteration reads the file from its beginning, and raises :class:`DataError` if the file cannot be
+    used. A run that is killed while writing leaves an incomplete last block. That is skipped, because the
+    run has not trained on it, and ``was_cut_off`` is set. ``header`` is set once it has been read. If
+    ``vocab_size`` or ``temperature`` is None, any value in the file is accepted.
     """
 
     def __init__(

@@ -3,7 +3,7 @@
 
 """Trains on recorded rollouts, without servers, rollout process, prompts or rewards.
 
-If a teacher has rated them, the settings must be those of a run with a teacher. This is checked
+If a teacher has rated the rollouts, settings must be valid for a run with a teacher. That is checked
 here, because `config_checks/learning.py` cannot see what a file holds.
 """
 
@@ -30,9 +30,8 @@ _KEY = "rollout.replay"
 class ReplaySource(StepSource):
     """Plans the batches of a recorded file; see :class:`StepSource`.
 
-    Step ``k + 1`` is trained on batch ``k`` of the file (from 0), also in a resumed run. The ages
-    of samples count from the version that the batch was recorded with; ``progress`` is the recorded
-    one.
+    Step ``k + 1`` trains on batch ``k`` of the file (from 0), also in a resumed run. Ages of samples are
+    relative to the version with which the batch was recorded, and ``progress`` is the recorded progress.
     """
 
     def __init__(
@@ -57,7 +56,7 @@ class ReplaySource(StepSource):
         self._position = 0
 
     def start(self) -> None:
-        """Reads the whole file once, so that a bad line is found before training."""
+        """Reads the whole file once, so that a bad batch is found before training."""
         num_batches = 0
         for where, batch in self._reader:
             if self._should_stop():
@@ -147,7 +146,7 @@ def check_batch(batch: BatchRecord, where: str, vocab_size: int, row_len: int) -
 
 
 def check_ratings_are_used(batch: BatchRecord, where: str, config: JobConfig) -> None:
-    """Raises :class:`DataError` if the ratings of a batch would be lost or wrong, or are absent."""
+    """Raises :class:`DataError` if a batch lacks ratings, or if its ratings would be ignored or wrong."""
     for group in batch.groups:
         here = f"{where}, group {group.group_id}"
         is_rated = group.rollouts[0].teacher_logprobs is not None

@@ -6,8 +6,8 @@
 A row is aligned to the *predicted* token: at position ``t`` it holds the input token ``t``, and
 the label, mask, logprob, weight and advantage of token ``t + 1``. Only the sample id stands on
 all tokens of its sample. A row consists of spans (`shared_context.py`): sequences, or contexts
-that sequences share and the rests of these sequences. A token sees the tokens before it whose
-``reach``, a place in the row, is behind it.
+that sequences share and the rests of these sequences. A token at place ``q`` sees the tokens before
+it whose ``reach`` is above ``q``.
 
 Example: prompt ``[5, 6]``, completion ``[7, 8]``, both the step's sample 3, row length 6::
 
@@ -87,17 +87,17 @@ class Sample:
 
 @dataclass(frozen=True)
 class TrainRows:
-    """Packed rows, as the model and the loss take them; all but some columns are [rows, seq].
+    """Packed rows, the input of the model and the loss. Shapes are [rows, seq] unless stated otherwise.
 
     Attributes:
         tokens: int64.
         positions: int64, those of the tokens in their sequence.
-        reach: int64, the place in the row behind the last token that sees this token.
+        reach: int64, one more than the place in the row of the last token that sees this token.
         sequence_ids: int64, one id for each span of a row, padding included. All tokens of a
             sequence with a loss are in one span.
         labels: int64, the next token of the same sequence, 0 at its end.
         loss_mask: bool, True where the label is a sampled token of a rollout.
-        generator_logprobs: float32, of the label, 0 where not trained.
+        generator_logprobs: float32, the label's logprob on the server; 0 where not trained.
         advantages: float32, of the label; 0 where not trained, and everywhere until
             :meth:`with_advantages` fills them in.
         loss_weights: float32, weight of the label's loss in the global loss; 0 where not
@@ -107,10 +107,10 @@ class TrainRows:
             included; 0 elsewhere.
         sample_ids: int64, index in the step's table of samples, on all tokens of a rollout but
             those that it shares; :data:`NO_SAMPLE` elsewhere.
-        columns: Those of :data:`COLUMNS` that any rollout has, of the label: [rows, seq] or
+        columns: Values for the label of those :data:`COLUMNS` that any rollout has: [rows, seq] or
             [rows, seq, k], with the column's ``fill`` where not trained.
-        host_mask: bool, :attr:`scored` in host memory, wherever the other tensors are, so that
-            the host need not wait for a device. This and ``host_reach`` are computed.
+        host_mask: bool, :attr:`scored` in host memory, wherever the other tensors are, so that the host
+            need not wait for a device. This and ``host_reach`` are computed if they are not given.
     """
 
     tokens: torch.Tensor
@@ -168,7 +168,7 @@ class TrainRows:
         return TrainRows(**changed, columns=columns)
 
     def with_advantages(self, advantages: np.ndarray) -> "TrainRows":
-        """Returns these rows with the advantage of its sample, [samples], at each trained token."""
+        """Returns these rows with ``advantages`` [samples]: each trained token gets that of its sample."""
         # NO_SAMPLE, which is -1, looks up the additional entry at the end.
         table = torch.from_numpy(np.append(advantages, 0.0).astype(np.float32))
         # A copy that blocks would wait for the optimizer step before this batch.
@@ -179,9 +179,9 @@ class TrainRows:
 def sequences_of(rollout: Rollout, **settings: float) -> list[Sample]:
     """Returns the sequences of a rollout, in the order of its turns.
 
-    There are several if the model was shown other tokens in a later request than those before, by a
-    chat template or an agent; each begins with the context that the server was sent. All have the
-    sample id of the rollout, so that it counts as one sample. ``settings`` are further attributes.
+    There are several if a later request did not continue the tokens of the one before, because of a chat
+    template or an agent. Each begins with the context that the server was sent. ``settings`` are further
+    attributes of all, such as the sample id of the rollout, so that it counts as one sample.
     """
     ids = rollout.token_ids
     prompts = [rollout.prompt_ids]
@@ -219,7 +219,7 @@ def column_shapes(samples: Sequence[Sample]) -> dict[str, tuple[int, ...]]:
 
 
 def build_rows(samples: Sequence[Sample], rows: Sequence[Sequence[int]], row_len: int) -> TrainRows:
-    """Lays samples out with advantages of 0; ``rows`` holds indices, none for a row of padding."""
+    """Lays samples out with advantages of 0. ``rows`` has their indices; an empty row is padding."""
     shape = (len(rows), row_len)
     arrays: dict[str, np.ndarray] = {
         "tokens": np.zeros(shape, np.int64),

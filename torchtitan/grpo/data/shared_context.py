@@ -16,7 +16,8 @@ what only this sequence has.
     positions                                0 1   2 3 4   2 3
     reach (the end of the subtree)           7 7   5 5 5   7 7
 
-The functions are pure. `layout.py` chooses who shares a row, and `rows.py` writes it. Sequences share only with those of the same ``Sample.group``.
+The functions are pure. `layout.py` chooses which sequences share a row, and `rows.py` writes the row.
+Only sequences with the same ``Sample.group`` share contexts.
 """
 
 from collections.abc import Sequence
@@ -33,7 +34,7 @@ NO_GROUP = -1
 
 
 class _HasPrompt(Protocol):
-    """What is needed of :class:`~torchtitan.grpo.data.rows.Sample`."""
+    """The attributes of :class:`~torchtitan.grpo.data.rows.Sample` that are needed here."""
 
     @property
     def prompt_ids(self) -> np.ndarray: ...
@@ -97,9 +98,9 @@ def _subtree(
     begin: int,
     depth: int = 0,
 ) -> list[Span]:
-    """Spans of sequences that agree before ``begin``, without those that lie before it.
+    """Returns the spans from ``begin`` on of sequences that agree before ``begin``.
 
-    ``depth`` counts the contexts above. At the most, each sequence has the rest of its own.
+    ``depth`` counts the contexts above. At the greatest depth, nothing more is shared.
     """
     if len(members) == 1 or depth == MAX_LEVELS:
         lengths = {member: sequences[member].num_tokens for member in members}
@@ -127,7 +128,7 @@ def _common_end(contexts: Sequence[np.ndarray], begin: int) -> int:
 
 
 def _branches(contexts: Sequence[np.ndarray], members: Sequence[int], end: int) -> list[list[int]]:
-    """Members by the token that follows in their context; one whose context ends here is alone."""
+    """Divides members by the next token of their context; a member whose context ends here is alone."""
     branches: dict[int, list[int]] = {}
     for member in members:
         context = contexts[member]

@@ -7,12 +7,12 @@ Invariants: every sequence stands in one row of one rank; no row is longer than 
 every rank has the same number of rows, a multiple of ``multiple``; equal input gives equal
 output.
 
-One more row costs every rank a row, mostly of padding, so that few rows come before a good
-balance. For each number of rows, from the lower bound upwards:
+One more row costs every rank a row, mostly of padding, so that few rows matter more than a good
+balance. For each number of rows, from the lower bound upwards, until one fits:
 
 1. Split the sequences into parts of even cost, one for each rank, and pack each part into rows.
-   First split by cost only, then with equal counts: each rank then has sequences of all lengths,
-   which evens out tokens as well.
+   Split by cost only, and if that does not fit, with equal counts: each rank then has sequences of
+   all lengths, which evens out tokens as well.
 2. If some part does not fit, pack all sequences into rows, either of even tokens or as full as
    possible, and deal the rows to ranks so that costs are even. Then swap sequences as long as the
    heaviest rank becomes lighter and no row becomes too long.

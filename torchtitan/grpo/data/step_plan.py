@@ -48,7 +48,7 @@ class SampleTable:
 
     @property
     def are_rewards_equal(self) -> bool:
-        """Whether no group has two different rewards."""
+        """Whether the rewards within each group are equal."""
         return num_equal_groups(self.rewards, self.group_ids) == len(np.unique(self.group_ids))
 
     def take(self, chosen: np.ndarray) -> "SampleTable":
@@ -66,7 +66,7 @@ class StepPlan:
         layout: For each data-parallel rank its rows, and for each row the indices of its
             sequences. The minibatches follow each other, with the same number of rows each.
         minibatch_tokens: For each minibatch, which is one optimizer step of an epoch, the
-            completion tokens with a loss, supervised ones included. With 0 it teaches nothing.
+            completion tokens with a loss, supervised ones included. With 0 there is no gradient.
         samples: The table that ``sample_ids`` index.
         mass: Total mass of the weights of rollouts; see :func:`aggregation.weight_mass`.
         num_trained_tokens: Completion tokens of rollouts.
@@ -134,9 +134,9 @@ def plan_step(
 
     Rollouts without a reward are left out. If every group is left out
     (``grpo.filter_zero_advantage``), the rows are padding and no token is trained. The plan sets the
-    weights of ``ptx``, supervised sequences to mix in. With ``shares_contexts`` sequences of a group share their contexts. Without
-    ``knows_tokens``, when arrays are zeros, only those do that have the group's prompt, which is
-    one array.
+    weights of ``ptx``, supervised sequences to mix in. With ``shares_contexts``, sequences of a group share
+    their contexts. Without ``knows_tokens``, token ids are zeros and cannot be compared. Then only
+    sequences share that begin with the group's prompt, which is one array for all of them.
     """
     everything = [(g.group_id, r) for g in groups for r in g.rollouts]
     sources = [i for i, (_, r) in enumerate(everything) if r.reward is not None]
@@ -245,7 +245,7 @@ def _table(scored: Sequence[tuple[int, Rollout]], config: GRPO, max_new_tokens: 
 def _minibatches_of(
     rollouts: Sequence[Rollout], group_ids: np.ndarray, num_minibatches: int
 ) -> list[list[int]]:
-    """Splits whole groups evenly by tokens; returns the indices of each minibatch's rollouts."""
+    """Divides groups among minibatches, evenly by tokens; returns the indices of each minibatch's rollouts."""
     unique, member_of = np.unique(group_ids, return_inverse=True)
     tokens = [0] * len(unique)
     for rollout, group in zip(rollouts, member_of, strict=True):

@@ -26,8 +26,8 @@ class StepSource(ABC):
     :meth:`close` at the end, which must work in any state.
 
     Attributes:
-        progress: Progress through the prompts, including the last step that was returned whole.
-        is_exhausted: True once :meth:`next_step` returned None because no batches are left, and
+        progress: Progress through the prompts, including the last step whose parts were all returned.
+        is_exhausted: Whether :meth:`next_step` has returned None because no batches are left, so that
             the run ends as after its last step. False if the run was asked to stop.
         link: Connection to the rollout process, if the source has one.
         servers: Inference servers that were present at the start; empty before :meth:`start`.
@@ -69,24 +69,23 @@ class StepSource(ABC):
         """Saves the rollouts in flight beside the checkpoint of ``step``, without waiting."""
 
     def wait_saved(self, step: int, timeout_seconds: float) -> int | None:
-        """Waits for :meth:`save`; returns the number of rollouts, or None if the time is over."""
+        """Waits for :meth:`save`; returns the number of saved rollouts, or None after the timeout."""
         return 0
 
     @property
     def is_evaluating(self) -> bool:
-        """Whether an evaluation was requested whose result was not taken yet."""
+        """Whether the result of a requested evaluation has not been taken yet."""
         return False
 
     def request_evaluation(self, version: int, pinned: Sequence[str] = ()) -> bool:
         """Requests an evaluation under ``version``, without waiting; returns False if none can run.
 
-        One that is still running is given up. Only servers with the URLs ``pinned`` take part, if
-        any.
+        An evaluation that is still running is abandoned. If ``pinned`` has URLs, only these servers take part.
         """
         return False
 
     def take_evaluation(self) -> "EvaluationResult | None":
-        """Returns the result of the requested evaluation if it is there; never waits."""
+        """Returns the result of the requested evaluation, or None if it is not complete; never waits."""
         return None
 
     def wait_evaluation(self, version: int) -> "EvaluationResult | None":
@@ -98,7 +97,7 @@ class StepSource(ABC):
         return -1
 
     def attend(self) -> None:  # noqa: B027
-        """Passes on what the rollout process says, without waiting; raises if it has ended."""
+        """Handles messages of the rollout process, without waiting; raises if the process has ended."""
 
     def raise_if_ended(self) -> None:  # noqa: B027
         """Raises the reason if the rollout process has ended by itself."""

@@ -4,7 +4,7 @@
 """Trains on the examples of ``[sft]``, without servers, rollout process or rewards.
 
 Prompts go through the same code as those of rollouts (templates, system prompt), so that the model
-is taught the tokens that it will be prompted with.
+learns with the same prompt tokens that it will be given later.
 
 Example: a conversation of chat messages, ``sft.column = "messages"``::
 
@@ -13,7 +13,7 @@ Example: a conversation of chat messages, ``sft.column = "messages"``::
     prompt      <user> 2 + 3? <end> <assistant>      (no loss)
     completion  5 <end>                              (loss)
 
-Of a longer conversation, each turn of the assistant has a loss, and the rest of the completion none.
+In a longer conversation, each turn of the assistant has a loss, and other tokens have none.
 """
 
 import functools
@@ -51,9 +51,9 @@ _REMEDY = "Raise sft.max_example_tokens or training.seq_len."
 
 
 class ExampleSet(PromptSet):
-    """Prompts with a column that holds the whole example, in rows that may be conversations.
+    """Prompts with an additional column for the whole example; a row may be a conversation.
 
-    ``left_out`` counts the examples of which the chat template does not print something.
+    ``left_out`` counts, for each part of a message, the examples where the chat template omits it.
     """
 
     def __init__(self, sft: SFT, eos_token_ids: tuple[int, ...], *of_set: Any) -> None:
@@ -131,7 +131,7 @@ class ExampleSet(PromptSet):
 
     @functools.cached_property
     def _end_of_turn(self) -> int:
-        """The token that the template writes behind a turn, if it ends a completion."""
+        """The template's end-of-turn token if it is an end-of-sequence token, else the first of those."""
         token = self._codec.single_token(self._codec.end_of_turn() or "")
         return token if token in self._eos else self._eos[0]
 
@@ -142,7 +142,7 @@ def _ends_with_assistant(value: Any) -> bool:
 
 
 def _read_completion(value: Any, is_text: bool) -> str | list[dict[str, Any]]:
-    """Returns text, or the messages that follow chat messages."""
+    """Returns a completion: text, or the messages that continue the prompt's messages."""
     if isinstance(value, str) and value:
         return value
     fault = f"got {value!r:.200}"
@@ -164,10 +164,10 @@ def _read_completion(value: Any, is_text: bool) -> str | list[dict[str, Any]]:
 class ExampleStream:
     """The examples of a file, shuffled anew in each epoch, resumable by their position.
 
-    Raises :class:`DataError` if the file, a row that was checked, or every example is unusable.
+    Raises :class:`DataError` if the file or a row checked at the start is unusable, or if no example fits.
     ``path`` is the value of the setting ``key``. ``date`` is the current date for chat templates; if it
     is empty, it is the time of the first rendering. ``num_too_long`` and ``num_unusable`` count
-    the rows left out so far. The latter are not valid examples, and stand behind the checked rows.
+    the rows left out so far. Unusable rows are invalid examples beyond those checked at the start.
     """
 
     def __init__(
@@ -220,7 +220,7 @@ class ExampleStream:
         return len(self._set)
 
     def notes(self) -> list[str]:
-        """Returns what a reader of the examples would not expect of their prompts' tokens."""
+        """Returns notes on what templates and tokenization do to examples that users may not expect."""
         is_chat = not isinstance(self._set.sample().text, str)
         notes = [*self._set.notes(), *prompt_notes(self._codec, is_chat=is_chat)]
         for what, number in self._told_left_out:
@@ -279,9 +279,9 @@ class ExampleStream:
 class SupervisedSource(StepSource):
     """Plans steps of supervised examples; see :class:`StepSource`.
 
-    Their loss is that of ``grpo.ptx_path``, so that rows, layouts and loss are the same code.
-    ``progress.position`` counts the rows read, of all epochs. :class:`DataError`: ``sft.path`` is
-    unusable.
+    The loss is that of ``grpo.ptx_path``, so that rows, layouts and loss are the same code.
+    ``progress.position`` counts the rows read, over all epochs. Raises :class:`DataError` if
+    ``sft.path`` is unusable.
     """
 
     def __init__(
@@ -301,7 +301,7 @@ class SupervisedSource(StepSource):
         super().__init__(config, model, start_version, progress, should_stop)
 
     def start(self) -> None:
-        """Says how many examples there are; each is read when its step comes."""
+        """Logs the number of examples. Each example is read when its step needs it."""
         path, checked = self.config.sft.path, self._examples.checked
         logger.info(f"sft.path: {path}, {checked.describe()}")
         for note in self._examples.notes():

@@ -3,15 +3,16 @@
 
 """Shows the progress of a run, and filters the messages of torchtitan and torch.
 
-The line of a step has two forms with the same fields. The short form always fits into 80 columns, because each number has a greatest width:
+The line of a step has a short and a long form. The short form always fits into 80 columns, because
+each number has a greatest width:
 
     rew 0.512 ent 0.51 len 11.2 age 0.75 gen/trn 12k/9.9k trn waits 45%
 
 ``gen/trn`` are generated and trained tokens per second. ``trn waits`` is the share of the step
-in which the trainer waits for rollouts; ``gen waits``, if it is larger, the share in which
-rollouts wait for the trainer. Where most of the trainer's wait is for rewards, or for environments and
-agents, the field begins with ``rewards`` or ``episodes``. The long form has both shares, times of
-these, and the share for which the devices were lent to servers.
+in which the trainer waits for rollouts. If the share in which rollouts wait for the trainer is larger,
+that is shown instead, as ``gen waits``. If most of the trainer's wait is for rewards, or for environments
+and agents, the field begins with ``rewards`` or ``episodes``. The long form also shows these shares, some
+times in seconds, and the share for which the devices were lent to servers.
 """
 
 import logging
@@ -107,16 +108,16 @@ def _fields(step: int, num_steps: int, metrics: Mapping[str, float]) -> Iterator
 
 
 def dropped(metrics: Mapping[str, float]) -> str:
-    """What was left out since the last step; empty if nothing was."""
+    """Describes the groups and rollouts left out since the last step; empty if there are none."""
     counts = [(metrics.get(key, 0.0), words) for key, words in _DROPPED]
     found = [f"{count:.0f} {words}" for count, words in counts if count]
     return f"dropped: {', '.join(found)}" if found else ""
 
 
 def number(value: float, width: int) -> str:
-    """Writes a number in at most ``width`` characters, at least 4, or 5 for a negative one.
+    """Writes a number in at most ``width`` characters. Numbers need a width of 4, and negative ones 5.
 
-    With 4, 0.5123 is ``0.51``, and 12345 is ``12k``.
+    With a width of 4, 0.5123 is ``0.51``, and 12345 is ``12k``.
     """
     if not math.isfinite(value):
         return str(value)
@@ -165,9 +166,9 @@ def init_console(level: str, *, is_rank_zero: bool) -> None:
 
 
 class Progress:
-    """Shows a bar below the line of the last step on a terminal, and only the lines elsewhere.
+    """Shows the line of the last step with a bar below on a terminal, and only lines elsewhere.
 
-    Log messages go through the bar's console: others would stand in the middle of it.
+    Log messages go through the bar's console, because they would be printed into the bar otherwise.
     """
 
     def __init__(self, mode: Literal["auto", "bar", "lines", "none"], num_steps: int) -> None:
@@ -194,7 +195,7 @@ class Progress:
                     handler.setStream(sys.stdout if handler.stream is terminal[0] else sys.stderr)
 
     def update(self, step: int, metrics: dict[str, float], note: str = "") -> None:
-        """Shows a step. A ``note`` stays above the bar, when other steps have replaced this one."""
+        """Shows a step. A ``note`` stays above the bar after other steps have replaced this one."""
         is_wide = not self._console.is_terminal or self._console.width >= WIDE_COLUMNS
         line = (long_line if is_wide else short_line)(step, self.num_steps, metrics)
         left_out = dropped(metrics)
@@ -212,7 +213,7 @@ class Progress:
             self._console.print(parts, markup=False)
 
     def wait(self, line: str, done: int, wanted: int) -> None:
-        """Shows how far a batch or an evaluation is: a bar, or a line every 30 s."""
+        """Shows the progress of a batch or an evaluation, as a bar or as a line every 30 s."""
         if self._bar is not None:
             if (what := line.partition(":")[0]) not in self._parts:
                 self._parts[what] = self._bar.add_task("", total=None)
@@ -223,7 +224,7 @@ class Progress:
             self.print(line)
 
     def print(self, message: str, *, always: bool = False) -> None:
-        """Prints a message above the bar, unless ``mode`` is ``none``; ``always`` even then."""
+        """Prints a message above the bar. With ``mode`` ``none``, prints it only if ``always`` is set."""
         if always or self.mode != "none":
             self._console.print(message, markup=False)
 

@@ -19,8 +19,8 @@ _TAUGHT = "teacher/reverse_kl"
 class EqualRewardsWatch:
     """Counts the latest steps in which no group had two different rewards.
 
-    A notice comes after ``observe.equal_rewards_steps`` of them in a row, and then after twice as
-    many each time. Groups replaced by ``rollout.dynamic_sampling`` are not in a batch.
+    The first notice comes after ``observe.equal_rewards_steps`` of them in a row, and each further one
+    after twice as many. Groups replaced by ``rollout.dynamic_sampling`` are in no batch and do not count.
     """
 
     def __init__(self, config: JobConfig) -> None:
@@ -51,7 +51,7 @@ class EqualRewardsWatch:
         return self._notice(is_chat)
 
     def end(self, is_chat: bool | None) -> str | None:
-        """Returns a notice if a run ends that was too short for the first one."""
+        """Returns a notice at the end of a run that was too short for the first one."""
         is_early = self._due == self._first
         return self._notice(is_chat) if self._first and self._steps and is_early else None
 

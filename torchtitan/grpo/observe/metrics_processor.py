@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Metrics (docs/metrics.md) to console, ``metrics.jsonl``, TensorBoard and wandb, and of rank 0 over HTTP."""
+"""Writes metrics (docs/metrics.md) to console, files, TensorBoard and wandb; rank 0 serves them over HTTP."""
 
 import itertools
 import netrc
@@ -42,7 +42,7 @@ from torchtitan.grpo.system.monitoring.site import Health, MonitorSite, MonitorT
 
 
 class GRPOMetricsProcessor:
-    """Only rank 0 has logs, once it has started."""
+    """Writes metrics on rank 0, after :meth:`start`; other ranks write nothing."""
 
     steps: RunLog  # metrics.jsonl
     evaluations: RunLog  # evaluations.jsonl
@@ -75,7 +75,7 @@ class GRPOMetricsProcessor:
             self._progress.print(place)
 
     def follow(self, link: RolloutLink | None) -> None:
-        """Shows what the rollout process says about its progress."""
+        """Shows the progress that the rollout process reports."""
         if link is not None and self._progress is not None:
             link.show = self._progress.wait
 
@@ -86,7 +86,7 @@ class GRPOMetricsProcessor:
         samples: Sequence[dict[str, Any]] = (),
         note: str = "",
     ) -> None:
-        """Records one step, counted from 1, with its records of ``samples.jsonl``, on rank 0.
+        """Records one step, counted from 1, on rank 0; ``samples`` are its records of ``samples.jsonl``.
 
         The console shows a ``note`` beside the step.
         """
@@ -171,7 +171,7 @@ class GRPOMetricsProcessor:
 
 
 def _keep_wandb_offline_without_key() -> None:
-    """Without a key wandb would ask for one on the terminal and wait."""
+    """Sets wandb offline if it has no API key, because it would ask for one on the terminal and wait."""
     if "WANDB_MODE" in os.environ or "WANDB_API_KEY" in os.environ:
         return
     with suppress(OSError, netrc.NetrcParseError):
@@ -184,7 +184,7 @@ _TIMES_LONGER = 3.0
 
 
 class RankMonitor:
-    """Serves the attributes that the training thread assigns, without waiting for anything."""
+    """Serves the state of rank 0 over HTTP. The training thread only assigns attributes and never waits."""
 
     def __init__(self, config: JobConfig) -> None:
         self._config = config
@@ -194,7 +194,7 @@ class RankMonitor:
         self._thread: MonitorThread | None = None
 
     def start(self) -> None:
-        """Raises MonitorError if the address cannot be used."""
+        """Starts to serve if ``observe.monitor`` is set. Raises MonitorError if the address cannot be used."""
         observe = self._config.observe
         if not observe.monitor:
             return
@@ -215,10 +215,10 @@ class RankMonitor:
 
 
 class Phases:
-    """Phases of a training rank; any thread may read what the training thread assigns.
+    """The phases of a training rank. The training thread sets them, and any thread may read them.
 
-    The rank is stuck in a phase longer than ``stuck_seconds`` and than three times the longest such
-    phase before: a run whose steps take an hour is not stuck in its second step.
+    A rank counts as stuck if a phase lasts longer than ``stuck_seconds`` and than three times the longest
+    earlier phase of its name: a run whose steps take an hour is not stuck in its second step.
     """
 
     def __init__(self, stuck_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -245,7 +245,7 @@ class Phases:
         }
 
     def health(self, servers: Mapping[str, Any]) -> Health:
-        """``servers`` holds the state of each server, by URL."""
+        """Returns the rank's state, and whether it is stuck; ``servers`` has each server's state by URL."""
         now = self._clock()
         phase, lasted = self._phase, now - self._since
         bound = max(self._stuck_seconds, _TIMES_LONGER * self._longest.get(phase, 0.0))

@@ -79,7 +79,7 @@ def summarize_supervised(
 
 
 def mean_over(history: list[dict[str, Any]], key: str) -> float | None:
-    """None if no record has a number of the metric."""
+    """Returns the mean of a metric over records; None if no record has a finite number of it."""
     values = numbers_of(history, key)
     return sum(values) / len(values) if values else None
 

@@ -15,7 +15,7 @@ from torchtitan.grpo.system.logs import logger
 
 
 class RunLog:
-    """A file of records. Those of steps after ``step``, which are taken again, are dropped.
+    """A file of records. Records of steps after ``step`` are dropped, because these steps are taken again.
 
     With ``step`` 0 the file starts empty. No record is kept in memory: long runs have millions.
     """
@@ -36,7 +36,7 @@ class RunLog:
         self._path, self._unwritten, self._is_told = path, b"", False
 
     def add(self, record: dict[str, Any]) -> None:
-        """Appends a record. If the disk has no room, it is written with the next one that can be."""
+        """Appends a record. If the disk is full, the record is written later, together with the next one."""
         self._unwritten += (strict_json.dumps(record, ensure_ascii=False) + "\n").encode()
         self._flush()
 
@@ -73,9 +73,9 @@ class RunLog:
 
 
 class NewRecords:
-    """The records that a run adds to a log, in another process that was there before it.
+    """Reads the records that a run adds to a log; made in another process before the run starts.
 
-    A resumed run replaces the file. Lines that the file had already are left out. Steps that are
+    A resumed run replaces the file. Lines that the file already had are left out. Steps that are
     taken again, because ranks were started again, have new lines.
     """
 
@@ -86,7 +86,7 @@ class NewRecords:
         self._take_lines()
 
     def take(self) -> list[dict[str, Any]]:
-        """Returns the records since the last call. An incomplete last line waits for its rest."""
+        """Returns the records since the last call. An incomplete last line is returned once it is complete."""
         return [record for _, record in read_records(self._path, self._take_lines())]
 
     def close(self) -> None:
@@ -107,7 +107,7 @@ class NewRecords:
         return lines
 
     def _open(self) -> BinaryIO | None:
-        """Returns the file of that name, from its start if it is another one than before."""
+        """Returns the open log; if its file was replaced, the new file from its start."""
         # Open until it is replaced, so that no other file can get its number.
         with suppress(FileNotFoundError):
             if self._file is None or not os.path.samestat(
@@ -122,9 +122,9 @@ class NewRecords:
 def read_records(
     path: Path, lines: Iterable[bytes], *, are_metrics: bool = False
 ) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Yields lines with their records, without damaged ones, such as the last of a killed process.
+    """Yields lines with their records; damaged lines, such as the last of a killed process, are left out.
 
-    Metrics are numbers, or null.
+    With ``are_metrics``, a line also counts as damaged if a value is neither a number nor null.
     """
     kinds = (int, float, type(None)) if are_metrics else (object,)
     for number, line in enumerate(lines, 1):

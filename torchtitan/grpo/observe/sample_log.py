@@ -31,7 +31,7 @@ class SampleLog:
         self.latest: list[dict[str, Any]] = []
 
     def write(self, step: int, groups: Iterable[RolloutGroup], advantages: Advantages) -> None:
-        """Writes all rollouts of the first groups, and those that were left out of them."""
+        """Writes all rollouts of the first groups, including those that were left out of training."""
         self.latest = [
             {"step": step, "number": number} | self._record(group, i, advantages)
             for number, group in enumerate(list(groups)[: self._per_step], 1)
@@ -70,10 +70,10 @@ class SampleLog:
 
 
 def turns(rollout: Rollout, codec: TextCodec) -> list[dict[str, Any]]:
-    """Returns the whole context of a rollout, with special tokens, in parts of different writers.
+    """Returns the whole context of a rollout, with special tokens, as parts with the role of who wrote them.
 
-    A ``role`` is ``prompt``, ``model``, ``environment``, or ``older model`` (``rollout.overdue``).
-    A ``new row`` is all that the model saw of what is before it: another context, as agents send.
+    A ``role`` is ``prompt``, ``model``, ``environment``, or ``older model`` (``rollout.overdue``). The role
+    ``new row`` begins another context, as agents send it: the model saw none of the parts before it.
     """
     ids = rollout.token_ids.tolist()
     inserted = "older model" if rollout.num_context else "environment"
@@ -106,9 +106,9 @@ def _spans(rollout: Rollout, begin: int, end: int) -> list[tuple[bool, int, int]
 
 
 def _texts(parts: Sequence[list[int]], codec: TextCodec) -> list[str]:
-    """Returns the text of each part of a sequence, decoded with everything before it.
+    """Returns the text of each part of a sequence, decoded together with everything before the part.
 
-    Some tokenizers drop a space at the beginning, and a character may have tokens of two parts.
+    Decoded alone, a part could lose a space at its beginning, or half of a character.
     """
     found, before, ids = [], "", list[int]()
     for part in parts:

@@ -1,9 +1,9 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Upstream's wandb and TensorBoard loggers, and what is added to them.
+"""Opens upstream's wandb and TensorBoard loggers, and logs samples to them.
 
-Functions import them, because they import TensorBoard, which few runs use.
+The loggers are imported inside functions, because they import TensorBoard, which few runs use.
 """
 
 import os
@@ -35,7 +35,7 @@ COLUMNS = (
 
 
 def open_trackers(config: JobConfig) -> "list[BaseLogger]":
-    """Opens those of ``[metrics]`` on rank 0, which has all metrics. wandb may fail to open."""
+    """Opens the loggers of ``[metrics]`` on rank 0, which has all metrics. wandb is left out if it fails."""
     settings = config.metrics
     if dist.get_rank() != 0 or not (settings.enable_wandb or settings.enable_tensorboard):
         return []
@@ -57,9 +57,9 @@ def open_trackers(config: JobConfig) -> "list[BaseLogger]":
 
 @contextmanager
 def wandb_run(config: JobConfig) -> Iterator[None]:
-    """Lets each start of a run open the same wandb run, unless the environment decides.
+    """Lets each start of a run open the same wandb run, unless environment variables name one.
 
-    The variables are set only while wandb is opened: user code may use it, too.
+    Variables are set only inside the block that opens wandb, because user code may use wandb, too.
     """
     named = ("WANDB_RUN_ID", "WANDB_RESUME_FROM", "WANDB_FORK_FROM")
     if any(os.environ.get(name) for name in named):
@@ -112,7 +112,7 @@ def log_samples(
 
 
 def _row(sample: Mapping[str, Any]) -> list[Any]:
-    """A column of a table has one type, so that nested values are text."""
+    """Returns a row of wandb's table. A column of it has one type, so nested values become text."""
     context = "\n".join(
         f"[{turn['role']}{', trained' if turn['trained'] else ''}] {turn['text']}"
         for turn in sample["context"]

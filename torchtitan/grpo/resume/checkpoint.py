@@ -60,9 +60,10 @@ class RunFinished(Exception):
 
 
 def find_start(config: JobConfig, model: HFModel) -> Start:
-    """Decides how the run starts (`choose_start`), from checkpoints whose contents were checked.
+    """Decides how the run starts (`choose_start`), and checks the contents of the checkpoint it starts from.
 
-    Each rank reads a share of them. Collective, as is RunFinished. Removes interrupted saves.
+    Each rank reads a share of the files. Collective: all ranks raise RunFinished, or none. Removes remains of
+    interrupted saves.
     """
     damaged: dict[int, str] = {}
     while True:
@@ -105,7 +106,7 @@ def load_weights(trainer: Trainer, adapter: StateDictAdapter, model: HFModel) ->
 
 
 def load(trainer: Trainer, start: Start, critic: Critic | None = None) -> bool:
-    """Returns False without a checkpoint. The settings of this start win over those in it."""
+    """Loads a checkpoint; returns False if there is none. Settings of this start override those in it."""
     checkpointer, config = trainer.checkpointer, trainer.job_config
     assert isinstance(config, JobConfig)
     settings = settings_of(trainer.optimizers)
@@ -138,7 +139,7 @@ def load(trainer: Trainer, start: Start, critic: Critic | None = None) -> bool:
 
 
 def save_whole(checkpointer: CheckpointManager, step: int) -> None:
-    """Saves a checkpoint of everything, unless ``step`` has one; upstream's last one is the model."""
+    """Saves a full checkpoint unless ``step`` has one; upstream's last checkpoint may hold only the model."""
     if checkpointer.enable and step % checkpointer.interval:
         checkpointer.last_save_model_only = False
         checkpointer.save(step, last_step=True)
@@ -147,7 +148,7 @@ def save_whole(checkpointer: CheckpointManager, step: int) -> None:
 def save_stopped(
     trainer: Trainer, source: StepSource | None, first_step: int, stop: StopRequest
 ) -> None:
-    """Saves what a stopped run can go on from, unless it took no step, and prints how.
+    """Saves what is needed to continue a stopped run, unless it took no step, and prints how to.
 
     ``source`` is None on ranks other than 0.
     """
@@ -174,8 +175,9 @@ def save_stopped(
 
 
 def export(trainer: Trainer, adapter: StateDictAdapter, model: HFModel, *, is_last: bool) -> Path:
-    """Exports the model, and returns the folder; collective. A failure is reported, and another export
-    follows at its interval; that of the last one is LastSaveFailed.
+    """Exports the model, and returns its folder; collective.
+
+    A failure is reported, and the next export follows at its interval; the last one raises LastSaveFailed.
     """
     config = trainer.job_config
     assert isinstance(config, JobConfig)
@@ -206,7 +208,7 @@ def progress_from(state_dict: dict[str, Any]) -> PromptProgress:
 def describe_stop(
     config: JobConfig, step: int, num_rollouts: int | None, arguments: Sequence[str]
 ) -> str:
-    """Returns the text after a stop request; ``num_rollouts`` None were not written in time."""
+    """Returns the text after a stop request; ``num_rollouts`` is None if they were not saved in time."""
     folder = Path(config.job.dump_folder) / config.checkpoint.folder
     checkpoint = folder / f"step-{step}"
     stopped = f"Stopped after step {step}."
@@ -245,7 +247,7 @@ def resume_command(config: JobConfig, arguments: Sequence[str], load_step: int |
 
 
 def _launcher() -> list[str]:
-    """Returns the words that start the ranks, up to their arguments, as given if that is known."""
+    """Returns the command that starts the ranks, without arguments; the original command if it is known."""
     try:
         words = Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0")
     except OSError:

@@ -4,7 +4,7 @@
 """The files of a checkpoint: written whole or not at all, and checked before they are used.
 
 A checkpoint is whole once its `.metadata` exists, which is written last and in one piece, after
-each rank's sizes and checksums (`sums_<rank>.json`). An earlier one of the step is absent at once.
+each rank's sizes and checksums (`sums_<rank>.json`). An earlier checkpoint of the step is removed first.
 """
 
 import os
@@ -97,7 +97,7 @@ class _SummingStream:
 
 
 def clear_folder(folder: Path) -> None:
-    """Removes the files of a checkpoint, the mark that it is whole first."""
+    """Removes the files of a checkpoint, first the ``.metadata`` that marks it as whole."""
     if folder.is_dir():
         (folder / METADATA_FILE).unlink(missing_ok=True)
         for path in folder.iterdir():
@@ -113,7 +113,7 @@ def whole_steps(checkpoints: Path) -> list[int]:
 
 
 def remove_incomplete(checkpoints: Path) -> list[Path]:
-    """Removes and returns remains of interrupted saves; on one rank, while nothing is saved."""
+    """Removes and returns remains of interrupted saves. Call it on one rank, while none is in progress."""
     left = [p for p in checkpoints.glob("step-*") if p.is_dir() and not is_whole(p)]
     for folder in left:
         shutil.rmtree(folder, ignore_errors=True)
@@ -123,7 +123,7 @@ def remove_incomplete(checkpoints: Path) -> list[Path]:
 
 
 def quick_problem(folder: Path) -> str | None:
-    """Why a checkpoint cannot be whole, as far as names and sizes tell; None if it may be."""
+    """Returns why a checkpoint is damaged, judging by names and sizes of its files; None if they look right."""
     if not (folder / METADATA_FILE).is_file():
         return None
     try:

@@ -39,7 +39,7 @@ _NONE_FOLLOWS = "It was to be the last one: the run ends without it."
 
 
 class SaveFailed(RunError):
-    """A checkpoint could not be written, and the run is to end then (``checkpoint.save_failure``)."""
+    """A checkpoint could not be written, which ends the run (``checkpoint.save_failure``)."""
 
 
 class LastSaveFailed(SaveFailed):
@@ -69,7 +69,7 @@ class GRPOCheckpointManager(CheckpointManager):
             Path(self.folder).parent.mkdir(parents=True, exist_ok=True)
 
     def save(self, curr_step: int, last_step: bool = False) -> None:
-        """Saves if it is due, and reports a save that holds up training for long."""
+        """Saves a checkpoint if one is due, and reports if that holds up training for long."""
         if not self.enable or not self._should_save(curr_step, last_step):
             return
         begin = time.monotonic()
@@ -118,7 +118,7 @@ class GRPOCheckpointManager(CheckpointManager):
             return AsyncSaveResponse(done, done) if is_pinned else done
 
     def maybe_wait_for_staging(self) -> None:
-        """Is called in each step: waits for staging, and reports a failure in the background."""
+        """Called in each step: waits for staging, and reports a failure of a save in the background."""
         super().maybe_wait_for_staging()
         future = cast(Future | None, self.save_future) if self.enable else None
         if future is not None and future.done() and (error := future.exception()) is not None:
@@ -188,7 +188,7 @@ class GRPOCheckpointManager(CheckpointManager):
         self._tell_failure(self.missing)
 
     def discard_rollouts(self) -> None:
-        """Removes the rollouts beside the newest checkpoint, which does not exist."""
+        """Removes the rollouts that were saved for a checkpoint whose own save failed."""
         if self._saving is not None:
             step = int(Path(self._saving).name.removeprefix("step-"))
             file_of(self.dump_folder, step).unlink(missing_ok=True)

@@ -1,9 +1,9 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The record of a run in its checkpoints, and what becomes of settings that differ from it.
+"""The record of a run in its checkpoints, and how a resumed run treats settings that differ from it.
 
-A new value counts, but one that the checkpoint's state depends on is refused, not ignored.
+A changed setting takes effect, unless the checkpoint's state depends on it: then the change is refused.
 """
 
 import hashlib
@@ -40,7 +40,7 @@ class CheckpointError(RunError, ValueError):
 
 
 class CheckpointDamaged(CheckpointError):
-    """A checkpoint cannot be read, or is not what was written, for the ``reason`` in one line."""
+    """A checkpoint cannot be read, or differs from what was written; ``reason`` says why in one line."""
 
     def __init__(self, folder: Path, reason: str) -> None:
         super().__init__(
@@ -52,11 +52,11 @@ class CheckpointDamaged(CheckpointError):
 
 
 class RunRecord(msgspec.Struct):
-    """Facts about the run that wrote a checkpoint, for later starts, before they have any state.
+    """Facts about the run that wrote a checkpoint. Later starts read them before they load any state.
 
-    ``settings`` are listed by table and key, with keys masked. ``model_sizes`` are torchtitan's
-    arguments. ``weights`` is a digest of samples of those that the run began with, or empty.
-    ``schedule_steps`` is the schedule's length, and ``date``, for templates, the first start's.
+    ``settings`` are by table and name, with API keys masked. ``model_sizes`` are torchtitan's arguments.
+    ``weights`` is a digest of the weights with which the run began, or empty. ``schedule_steps`` is the length
+    of the learning-rate schedule. ``date``, of the run's first start, is the current date for chat templates.
     """
 
     settings: dict[str, dict[str, Any]]
@@ -97,7 +97,7 @@ def _sizes(arguments: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, s
 
 
 def weights_digest(folder: Path) -> str:
-    """Returns a digest of parts: training changes every weight, so samples tell models apart."""
+    """Returns a digest of parts of the weights. That tells models apart, as training changes every weight."""
     digest = hashlib.sha256()
     files = sorted(folder.glob("*.safetensors"))
     for file in files:
@@ -111,7 +111,7 @@ def weights_digest(folder: Path) -> str:
 
 
 class RecordState(Stateful):
-    """Puts a record into checkpoints. It is never loaded with them; see :func:`read_kept`."""
+    """Puts a record into checkpoints. Loading a checkpoint leaves its record out; see :func:`read_kept`."""
 
     def __init__(self, record: RunRecord) -> None:
         self._text = msgspec.json.encode(record, enc_hook=str).decode()
@@ -124,7 +124,7 @@ class RecordState(Stateful):
 
 
 def states_in(folder: Path) -> set[str]:
-    """Returns names of a checkpoint's states, such as ``optimizer``; none if it is not torch's."""
+    """Returns names of a checkpoint's states, such as ``optimizer``; empty if it is not torch's."""
     if not (folder / ".metadata").is_file():
         return set()
     with _refusing_damage(folder):
@@ -133,7 +133,7 @@ def states_in(folder: Path) -> set[str]:
 
 
 def read_kept(folder: Path, states: set[str]) -> tuple[int, RunRecord | None]:
-    """Returns a checkpoint's step, and its record unless it is older than records."""
+    """Returns a checkpoint's step, and its record, or None if the checkpoint has none."""
     wanted: dict[str, Any] = {"train_state": {"step": 0}}
     if STATE_KEY in states:
         wanted[STATE_KEY] = {"json": ""}
@@ -217,7 +217,7 @@ _SAMPLING = {
 
 
 def changes(record: RunRecord, config: JobConfig, num_ranks: int) -> list[Change]:
-    """Returns differing settings, except outputs and logs; one not recorded had its default."""
+    """Returns changed settings, except of outputs and logs. What was not recorded counts as default."""
     defaults = JobConfig().to_dict()
     found = [Change(RANKS, record.num_ranks, num_ranks)] if record.num_ranks != num_ranks else []
     for table, values in config.to_dict().items():
@@ -286,7 +286,7 @@ _NO_SIZES = {"max_seq_len"}
 
 
 def _has_moved(change: Change, record: RunRecord) -> bool:
-    """The files of prompts have other paths, but the same names and sizes."""
+    """Whether the files of prompts have other paths, but the same names and sizes."""
     old, new = ([x] if isinstance(x, str) else list(x or ()) for x in (change.old, change.new))
     return 0 < len(old) == len(new) and all(
         Path(a).name == Path(b).name
@@ -297,7 +297,7 @@ def _has_moved(change: Change, record: RunRecord) -> bool:
 
 
 def invalidates_rollouts(found: list[Change]) -> list[str]:
-    """The changed settings under which kept rollouts would no longer be what is trained."""
+    """Returns the changed settings because of which rollouts kept beside the checkpoint cannot be used."""
 
     def matters(key: str) -> bool:
         key = setting_of(key)

@@ -1,9 +1,9 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Decides how a run starts, anew or from a checkpoint, and tells what then differs.
+"""Decides how a run starts, anew or from a checkpoint, and describes what differs from the checkpoint.
 
-:func:`choose_start` only reads: every rank, and a dry run, comes to the same plan from the files.
+:func:`choose_start` only reads files, so that every rank and a dry run come to the same decision.
 """
 
 from collections.abc import Iterator, Mapping
@@ -57,8 +57,8 @@ def choose_start(
 ) -> Start:
     """Decides from the files whether a run is new, or from which undamaged checkpoint it starts.
 
-    With ``goes_on``, earlier ranks of this run wrote the folder: it is not replaced
-    (``job.overwrite``), and never in the way. Raises CheckpointError if this run would write over
+    With ``goes_on``, earlier ranks of this run wrote the folder: its contents are not replaced
+    (``job.overwrite``), and are no reason to refuse. Raises CheckpointError if this run would write over
     another one, or if it cannot resume, for instance because of a setting that differs.
     """
     found = dict(damaged or {})
@@ -115,8 +115,8 @@ def checkpoint_folder(
     """Returns the checkpoint from which a run resumes, or None if it begins anew.
 
     As in torchtitan, that is ``checkpoint.load_step`` or the newest one, else
-    ``checkpoint.initial_load_path`` if that is loaded whole. Those that are ``damaged`` do not
-    count, nor does any in a folder that will be replaced (``is_new``).
+    ``checkpoint.initial_load_path`` if that is loaded whole. Checkpoints that are ``damaged`` do not
+    count, nor do any in a folder that will be replaced (``is_new``).
     """
     settings = config.checkpoint
     if not settings.enable:
@@ -249,7 +249,7 @@ def _describe_resumed(start: Start) -> Iterator[str]:
 
 
 def _describe_rate(config: JobConfig, start: Start) -> Iterator[str]:
-    """Yields what a changed ``training.steps`` does to the learning rate: nothing by itself."""
+    """Yields a note that a changed ``training.steps`` alone does not change the learning-rate schedule."""
     kept, steps, rate = start.record.schedule_steps, config.training.steps, config.optimizer.lr
     if config.lr_scheduler.total_steps is not None or kept == steps or start.step >= steps:
         return

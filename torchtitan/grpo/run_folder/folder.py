@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The folder of a run, which only this run holds and changes from its start to its end."""
+"""The folder of a run, which no other run may change between its start and its end."""
 
 import errno
 import os
@@ -36,7 +36,7 @@ class FolderError(RunError):
 class RunFolder:
     """``job.dump_folder`` and whatever else a run writes, held for it by rank 0 until closed.
 
-    ``is_restart``: earlier ranks of this run wrote it. Raises FolderInUse and FolderError.
+    ``is_restart`` says that earlier ranks of this run wrote it. Raises FolderInUse and FolderError.
     """
 
     def __init__(self, config: JobConfig) -> None:
@@ -59,7 +59,7 @@ class RunFolder:
     def begin(self) -> None:
         """Makes the folder this run's; moves another run aside if it is to be replaced.
 
-        Raises FolderInUse while that one is evaluated, or FolderError.
+        Raises FolderInUse while the other run is evaluated, or FolderError.
         """
         config = self._config
         if self.is_restart:
@@ -83,7 +83,7 @@ class RunFolder:
             ) from error
 
     def close(self, *, failed: bool) -> None:
-        """Lets other runs use the folder. After a failure it says where an earlier run is."""
+        """Lets other runs use the folder. If this run failed before it began, says where an earlier run is."""
         if failed and not describe_run(self._config):  # this run has not begun
             for line in describe_earlier(self._config):
                 _tell(line)
@@ -91,7 +91,7 @@ class RunFolder:
 
 
 def hold(config: JobConfig, folder: Path | None = None) -> HeldFolders:
-    """Makes and locks a folder, or all that a run writes. Raises FolderInUse and FolderError."""
+    """Makes and locks ``folder``, or all that a run writes to. Raises FolderInUse and FolderError."""
     launch = launch_id()
     # A run that was asked to stop ends within its bound. Other ranks wait meanwhile.
     patience = min(config.grpo.stop_timeout_seconds + 2, config.comm.init_timeout_seconds / 2)
@@ -146,7 +146,7 @@ def describe_earlier(config: JobConfig) -> Iterator[str]:
 
 
 def describe_folder(config: JobConfig) -> Iterator[str]:
-    """Yields what a start would meet in its folder; takes no lock and writes nothing there."""
+    """Yields lines on what a start would find in its folder; takes no lock and writes nothing there."""
     yield from describe_earlier(config)
     for file, setting in _locks(config).items():
         if (holder := living_holder(file)) is not None:
@@ -157,7 +157,7 @@ def describe_folder(config: JobConfig) -> Iterator[str]:
 
 
 def check_folder(config: JobConfig) -> None:
-    """Raises FolderError if nobody could make the folder; takes no lock and writes nothing there."""
+    """Raises FolderError if no user could use the folder; takes no lock and leaves nothing there."""
     error = _problem(config.job.dump_folder)
     if error is None or (_is_forbidden(error) and _is_visible(Path(config.job.dump_folder))):
         return  # another user, or another host, may be permitted
@@ -178,7 +178,7 @@ def _is_visible(folder: Path) -> bool:
 
 
 def _check_name(name: str) -> None:
-    """Refuses what names a folder for the system, but not the one that the user means."""
+    """Refuses valid names that are not the folder that the user means, such as ``~/outputs`` or a URL."""
     if not name.strip():
         raise ValueError("it is empty")
     if name.startswith("~"):

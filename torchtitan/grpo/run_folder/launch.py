@@ -1,13 +1,14 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Tells a start by the user from one by what started the run before.
+"""Tells a new start by the user from a restart by torchrun or a scheduler.
 
 torchrun starts ranks again with the same command line if one dies (``--max-restarts``) or a node
 joins, and schedulers start whole jobs again. Such a restart must go on with the run, which
-``job.overwrite`` would remove. So a run first notes in its folder, in one rename, which launch it
-is of (:func:`note_launch`). The attempt's number proves nothing, as agents count their own, but a
-later attempt may find its own run, and so removes none.
+``job.overwrite`` would remove. Therefore a run first notes in its folder, in one atomic rename, to
+which launch it belongs (:func:`note_launch`). The number of an attempt cannot replace the note,
+because each agent counts its own attempts. But a run that a later attempt finds may be of its own
+launch, so later attempts never remove a run.
 """
 
 import os
@@ -29,9 +30,9 @@ _FILE = f"{STARTS_FOLDER}/launch.json"
 
 
 class Launch(msgspec.Struct):
-    """Note in a run's folder about its launch; all is empty if it is damaged.
+    """The note in a run's folder about its launch. All fields are empty if the note is damaged.
 
-    ``slurm_job`` restarts the run when requeued. ``folder`` was its name, before any move aside.
+    ``slurm_job`` starts the run again when it is requeued. ``folder`` was the folder's name at the launch.
     """
 
     launch: str | None = None
@@ -40,7 +41,7 @@ class Launch(msgspec.Struct):
 
 
 def launch_id() -> str | None:
-    """Returns torchrun's rendezvous id, or its agent's folder of ranks if a static one has none.
+    """Returns an id of this launch: the scheduler's or torchrun's, or else the agent's folder of ranks.
 
     None without a launcher.
     """
@@ -67,7 +68,7 @@ def noted_launch(folder: Path) -> Launch | None:
 
 
 def is_gone_on_with(folder: Path) -> bool:
-    """Whether a start has named this folder since a run was moved here, or may have."""
+    """Whether a run may have been started in this folder since a replaced run was moved here."""
     try:
         noted = noted_launch(folder)
     except OSError:
@@ -76,7 +77,7 @@ def is_gone_on_with(folder: Path) -> bool:
 
 
 def is_restart(dump_folder: str) -> bool:
-    """Whether a folder's run is of this rank's launch; OSError if that cannot be read."""
+    """Whether the run in a folder belongs to this rank's launch; OSError if its note cannot be read."""
     if (noted := noted_launch(Path(dump_folder))) is None:
         return False
     if noted.launch is not None and noted.launch == launch_id():
@@ -86,13 +87,13 @@ def is_restart(dump_folder: str) -> bool:
 
 
 def is_first_attempt(dump_folder: str) -> bool:
-    """Whether launcher and note know of no earlier start."""
+    """Whether no launcher counts an earlier attempt, and the note is not damaged."""
     counts = _count("TORCHELASTIC_RESTART_COUNT") + _count("SLURM_RESTART_COUNT")
     return not counts and noted_launch(Path(dump_folder)) != Launch()
 
 
 def note_launch(dump_folder: str) -> None:
-    """Notes that the run in a folder, still without content, is of this launch."""
+    """Notes that the run in a folder belongs to this launch, before the run writes anything else."""
     folder = Path(dump_folder).resolve().name
     noted = Launch(launch_id(), os.environ.get("SLURM_JOB_ID"), folder)
     write_whole(Path(dump_folder, _FILE), msgspec.json.encode(noted) + b"\n")

@@ -8,11 +8,11 @@
     kept-TIME        the same, but it stays: it may be the run of an earlier attempt of this launch
     removing-TIME    is being removed; any later run goes on with that
 
-A folder gets its next name in one rename. The new run writes nothing before the second name, and
-notes its launch after it (`launch.py`), so that its restarts never come here. Parts on other file
-systems, such as linked checkpoints, move to ``replaced-TIME`` beside them, named in
-``elsewhere.json``. A file of that name there names the run folder and TIME: nothing else that
-``elsewhere.json`` names, such as that of a copied run folder, is moved or removed.
+A folder gets its next name in one rename. The new run writes nothing before the folder has its second
+name. Then it notes its launch (`launch.py`), so that its restarts never come here. Parts on other file
+systems, such as linked checkpoints, move to a folder ``replaced-TIME`` beside them, which
+``elsewhere.json`` of the run names. In that folder, another ``elsewhere.json`` names the run folder and
+TIME. Only folders that name the run in turn are moved or removed: those of a copied run do not.
 """
 
 import os
@@ -46,10 +46,10 @@ def earlier_runs(dump_folder: str, *states: str) -> list[Path]:
 
 
 def move_aside(config: JobConfig, *, keep: bool) -> Path | None:
-    """Moves what runs have written to a new place, itself a run's folder; None if there was none.
+    """Moves what runs have written into a new run folder, and returns it; None if there was nothing.
 
-    ``keep`` forbids its later removal. Raises FolderInUse if something is still being written, and
-    OSError if an item cannot be moved: all is back then.
+    With ``keep``, that folder is never removed. Raises FolderInUse while an evaluation writes there, and
+    OSError if an item cannot be moved, after everything was moved back.
     """
     folder = Path(config.job.dump_folder)
     items = list(_items(config, folder))
@@ -85,8 +85,8 @@ def move_aside(config: JobConfig, *, keep: bool) -> Path | None:
 
 
 def _items(config: JobConfig, folder: Path) -> Iterator[tuple[Path, Path | None, Path]]:
-    """Yields what is to be moved, the folder of what cannot be moved into the dump folder, and the
-    path from there or from the dump folder."""
+    """Yields each path to move; its own folder if it cannot be moved within the dump folder, else None;
+    and its path relative to that folder or to the dump folder."""
     whole = folder.resolve()
     for path in dict.fromkeys(written(config)):
         parent = path.parent.resolve()
@@ -113,7 +113,7 @@ def _remove_empty(folder: Path, root: Path) -> None:
 
 
 def restore_interrupted(dump_folder: str) -> list[Path]:
-    """Moves back what a killed start was moving; returns its folders. OSError if an item cannot be."""
+    """Moves back what killed starts were moving; returns the folders it was in. OSError if that fails."""
     found = earlier_runs(dump_folder, "replacing")
     for moving in found:
         for aside, root in [*_elsewhere(moving), (moving, Path(dump_folder))]:
@@ -164,7 +164,7 @@ def _mark(aside: Path) -> bytes:
 
 
 def _is_removed(aside: Path) -> bool:
-    """Removes parts elsewhere, as far as possible, and their mark last: without it the rest would stay."""
+    """Removes parts elsewhere, the mark last, as parts without it would stay. Returns whether all are gone."""
     with suppress(OSError):
         for path in list(aside.iterdir()):
             if path.is_dir() and not path.is_symlink():
@@ -177,7 +177,7 @@ def _is_removed(aside: Path) -> bool:
 
 
 class Removal:
-    """Removes replaced runs that were not gone on with, on a thread: a disk needs a while for them.
+    """Removes replaced runs that nobody has continued, on a thread, because removal can take a while.
 
     Without ``job.overwrite`` it only continues removals that were interrupted.
     """
@@ -198,5 +198,5 @@ class Removal:
                 shutil.rmtree(path, ignore_errors=True)  # else the next run needs the note
 
     def close(self) -> None:
-        """Waits a while; the next run in the folder removes the rest."""
+        """Waits a while for the removal; the next run in the folder removes the rest."""
         self._thread.join(_CLOSE_SECONDS)

@@ -40,7 +40,7 @@ _MASK = "***"
 
 
 def to_toml(tables: dict[str, Any], defaults: dict[str, Any]) -> str:
-    """Returns tables as TOML, with comments at what differs, is masked, or is not set."""
+    """Returns tables as TOML, with comments at settings that are not the default, masked, or not set."""
     lines = ["# What differs from its default has a comment.", ""]
     for name, table in tables.items():
         usual = defaults.get(name, {})

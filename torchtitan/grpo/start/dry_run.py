@@ -68,7 +68,7 @@ def dry_run(
 ) -> Iterator[str]:
     """Yields findings and warnings about what the run would read, and then its layout.
 
-    The model's arguments may be changed. An empty ``date`` is this moment. Raises ConfigError for
+    This may change the model's arguments. An empty ``date`` means now. Raises ConfigError for
     prompts, rewards or environments, DataError for ``grpo.ptx_path``, ``rollout.replay`` or
     ``[sft]``, ModelError for weights of another model.
     """
@@ -162,7 +162,7 @@ def _memory(config: JobConfig, model: HFModel) -> Iterator[str]:
 
 
 def check_inputs(config: RolloutProcessConfig, timeout_seconds: float) -> InputReport:
-    """Opens a run's inputs in a process like the rollout process, which a timeout ends."""
+    """Opens a run's inputs as the rollout process would, in a child process that ends after the timeout."""
     folder = Path(tempfile.mkdtemp(prefix="grpo-check-"))  # mode 0700: there may be keys
     try:
         (folder / CONFIG_FILE).write_text(json.dumps(config.to_dict(), allow_nan=False))

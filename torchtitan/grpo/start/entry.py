@@ -3,7 +3,7 @@
 
 """Runs a training rank from its command line to its exit status.
 
-Rank 0 reports a user's mistake or a failure outside once, in one line. Only bugs show a traceback.
+A user's mistake or an external failure is reported once, in one line. Only bugs show a traceback.
 """
 
 import contextlib
@@ -74,8 +74,8 @@ TrainerFactory = Callable[[JobConfig, HFModel, StopRequest, RankChannel], Traine
 def run(make_trainer: TrainerFactory, args: Sequence[str]) -> int:
     """Checks the configuration, trains, and returns the exit status of the process.
 
-    It is 0 after a complete run, 1 after a failure, 2 for an unusable configuration or model, 3 if
-    a guard stopped it, 4 if its last checkpoint failed, 128 plus the number of a stop's signal.
+    It is 0 after a complete run, 1 after a failure, 2 for an unusable configuration or model, 3 if a guard
+    stopped the run, 4 if its last checkpoint failed, and 128 plus the signal's number if a signal did.
     """
     args = list(args)
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -128,8 +128,8 @@ def check_only(args: list[str], *, shows_settings: bool) -> int:
 def findings(args: list[str], *, shows_settings: bool = False) -> tuple[int, Iterator[str]]:
     """Returns an exit status and lines about inputs and layout; ``shows_settings`` adds the settings.
 
-    The status is 2 if only the folder would be refused. Anything else that would be is a RunError,
-    from here or from the iterator.
+    The status is 2 if the run would be refused only because of its folder. Any other reason raises
+    RunError, here or in the iterator.
     """
     config, model, notes = _open(args, weights=False)
     status, date = 0, ""
@@ -145,7 +145,7 @@ def findings(args: list[str], *, shows_settings: bool = False) -> tuple[int, Ite
 
 
 def _train_in_folder(make_trainer: TrainerFactory, config: JobConfig, hf_model: HFModel) -> int:
-    """Takes the run's folder on rank 0, before any rank writes; then trains."""
+    """Locks the run's folder on rank 0, before any rank writes to it; then trains."""
     status = 1
     try:
         folder = RunFolder(config)
@@ -233,8 +233,8 @@ def _report(
 ) -> int:
     """Prints an error without a traceback and returns its exit status, by default ``status``.
 
-    If all ranks fail with it, rank 0 prints it and torchrun ends the others while they ``wait``,
-    which returns True if the rank was stopped. A rank that fails by itself prints after the wait.
+    Rank 0 prints at once. Other ranks first ``wait``, which returns True if the rank is stopped meanwhile:
+    if all ranks fail alike, torchrun stops these. A rank that fails alone prints after the wait.
     """
     if is_rank_zero or not wait(_RANK_ZERO_PATIENCE_SECONDS):
         print(f"error: {error}", file=sys.stderr, flush=True)
@@ -257,8 +257,8 @@ def _tell_torchrun(message: str) -> None:
 def leave(main: Callable[[], int]) -> None:
     """Runs ``main``, which closes everything, and ends the process with its status.
 
-    Python's cleanup cannot end threads inside a collective with a dead rank, or a broadcast to a
-    stopped server, and aborts if a thread of gloo's releases the last reference to a tensor then
+    Python's own cleanup is skipped. It cannot end threads that are in a collective with a dead rank or in a
+    broadcast to a stopped server, and it aborts if a gloo thread then releases the last reference to a tensor
     (https://github.com/pytorch/pytorch/issues/190489).
     """
     outlive_readers()

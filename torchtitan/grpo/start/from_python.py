@@ -64,7 +64,7 @@ def run(
             table ``[reward]``, such as ``{"functions": [right, short], "weights": [1.0, 0.2]}``.
             Functions are pickled by cloudpickle, and called in other processes.
         ranks: number of training ranks; by default as many as ``torchtitan-grpo train`` starts.
-        quiet: do not print what the run prints, which a file in the run's folder has in any case.
+        quiet: do not print the output of the run; a file in the run's folder always has it.
             Lines of steps are printed only if ``observe.progress`` asks for them.
         settings: tables whose settings take precedence over those of ``config``.
 
@@ -98,10 +98,10 @@ def run(
 class Run:
     """A run that was started by :func:`run`.
 
-    Iterating over it yields the metrics of each step while it runs, as in ``metrics.jsonl``. The
-    processes of the run end, in order as after Ctrl-C, when the loop is left, by an exception as
-    well, at :meth:`close`, at the end of a ``with`` block, with the object, with the thread that
-    started it, and with the interpreter, but not with a process that the script forks.
+    Iterating over it yields the metrics of each step while it runs, as in ``metrics.jsonl``. The run is
+    stopped in order, as after Ctrl-C, when the loop is left (by an exception as well), at :meth:`close`, at
+    the end of a ``with`` block, and when this object, the thread that started it, or the interpreter ends.
+    The end of a process that the script forks does not stop the run.
 
     Attributes:
         folder: ``job.dump_folder``, absolute.
@@ -140,8 +140,8 @@ class Run:
     def result(self) -> dict[str, Any]:
         """Waits for the end of the run, and returns its summary.
 
-        It has the keys of ``summary.json``, and ``dump_folder``; both paths are absolute. Raises
-        RunError if the run failed, or was ended before its last step.
+        It has the keys of ``summary.json`` and ``dump_folder``; this and ``hf_checkpoint`` are absolute paths.
+        Raises RunError if the run failed, or was ended before its last step.
         """
         try:
             while not self._wait():
@@ -161,8 +161,8 @@ class Run:
     def close(self) -> None:
         """Ends the run if it has not ended, with a checkpoint if ``checkpoint.enable`` is set.
 
-        It has ``grpo.stop_timeout_seconds`` for that, and is then killed. A forked process, which
-        shares the files with its parent, ends and reads nothing.
+        The run has ``grpo.stop_timeout_seconds`` to end, and is then killed. In a forked process, which
+        shares the files with its parent, this does nothing.
         """
         if os.getpid() != self._owner:
             return
@@ -208,7 +208,7 @@ class Run:
 
 
 class _Console:
-    """What a run prints, to a file: with nobody left to read a pipe, it would fail at its end."""
+    """The output of a run, in a file: printing to a pipe would fail once nobody reads it."""
 
     def __init__(self, file: Path, *, quiet: bool) -> None:
         self.file = file
@@ -246,7 +246,7 @@ class _Console:
 
 @contextlib.contextmanager
 def _ctrl_c_held_back() -> Iterator[None]:
-    """Lets Ctrl-C wait for the end of the block; only the main thread can be interrupted by it."""
+    """Holds Ctrl-C back until the end of the block. Threads but the main one are never interrupted by it."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -287,7 +287,7 @@ def _read(words: list[str]) -> JobConfig:
 
 
 def _in_python(text: str) -> str:
-    """Returns advice for the command line as advice for who calls :func:`run`."""
+    """Rewrites advice for the command line as advice for callers of :func:`run`."""
     text = text.replace("--job.config_file", "config").replace("on the command line", "in run()")
     text = re.sub("Unknown (argument|option) --(?=[a-z])", "Unknown setting ", text)
     text = re.sub(r"--gpus \(or --nproc\)|--(nproc|gpus)(?![ =][0-9N]\b|[-_])", "ranks", text)
@@ -303,7 +303,7 @@ def _in_python(text: str) -> str:
 def _tables(
     config: str | os.PathLike[str] | Tables, reward: RewardSetting | None, settings: Tables
 ) -> dict[str, dict[str, Any]]:
-    """Returns all settings that are not in a file; of a setting that is given twice, the last."""
+    """Returns the settings that are given in Python; the last value of a setting counts."""
     if isinstance(reward, Mapping):
         settings = {**settings, "reward": reward}
     elif reward is not None:

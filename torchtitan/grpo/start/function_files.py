@@ -1,9 +1,9 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Functions that a script gives as objects, in files by which settings can name them.
+"""Writes functions that a script passes as objects into files, so that settings can name them.
 
-The processes that call them load such a file as they load one that the user wrote.
+The processes that call them load these files like those that a user has written.
 """
 
 import hashlib
@@ -45,7 +45,7 @@ class _Pickler(cloudpickle.Pickler):
 
 
 class FunctionFiles:
-    """Files in ``folder``, named by their content: none is ever changed, and a resumed run finds its own."""
+    """Files in ``folder``, named by a hash of their content, so that a resumed run finds its own unchanged."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -65,7 +65,7 @@ class FunctionFiles:
                 write_whole(path, content)
 
     def _free_name(self, function: Callable[..., Any]) -> str:
-        """The function's own name, which metrics show, with a number if another one has it."""
+        """The function's own name, which metrics show, with a number if another function has it."""
         named = getattr(function, "func", function)  # functools.partial has no name
         name = str(getattr(named, "__name__", type(named).__name__))
         name = name if name.isidentifier() else "function"  # a lambda

@@ -3,8 +3,8 @@
 
 """Ends a run in which a rank is lost: one message, a record, and an end within a bound.
 
-The first rank of a host to claim the report prints it. Each writes torch's flight recorder. As its
-training thread may be in a collective that never returns, the channel's thread ends the process.
+The first rank of a host to claim the report prints it. Each rank writes torch's flight recorder. The
+training thread may be in a collective that never returns, so another thread ends the process.
 """
 
 import os
@@ -26,7 +26,7 @@ _CLOSE_SECONDS = 6.0
 
 
 class LostRankHandler:
-    """Reports a lost rank and ends this process soon; no news if the run ``is_stopping``."""
+    """Reports a lost rank and ends this process soon; does nothing if the run ``is_stopping``."""
 
     def __init__(self, config: JobConfig, is_stopping: Callable[[], bool]) -> None:
         self._config, self._is_stopping = config, is_stopping
@@ -82,7 +82,7 @@ def describe_next(config: JobConfig) -> str:
 
 
 def _trace_file() -> str | None:
-    """Beginning of the names of the flight recorder's files, or None if it is off."""
+    """Prefix of the names of the flight recorder's files, or None if the recorder is off."""
     if int(os.environ.get("TORCH_FR_BUFFER_SIZE", "0") or 0) <= 0:
         return None
     return os.environ.get("TORCH_FR_DUMP_TEMP_FILE")

@@ -31,8 +31,8 @@ _RESOLVE_SECONDS = 1.0  # between two questions for the address of the endpoint
 class NodeOptions:
     """Command line of `scripts/launch_multinode.sh`, with what the environment adds.
 
-    ``num_nodes`` is the lowest and the highest number. Without ``num_ranks`` there is one for each
-    visible GPU; without ``interface`` the routes are asked.
+    ``num_nodes`` is the lowest and the highest number of nodes. Without ``num_ranks`` there is a rank for
+    each visible GPU. Without ``interface``, it is the one with the route to the endpoint.
     """
 
     config_file: str
@@ -48,7 +48,7 @@ class NodeOptions:
 
 @dataclass(frozen=True)
 class Place:
-    """This node's interface and address, and the endpoint, which is here if it ``holds_store``."""
+    """This node's interface and address, and the endpoint, which is on this node if ``holds_store``."""
 
     interface: str
     address: str

@@ -7,8 +7,8 @@
   store can put something into it that a rank unpickles.
 - The node with the store has rank 0 in every round. Torch sorts nodes by address, so the rollout
   process and registry, which are with rank 0, could move when a node is replaced.
-- Each round has a new store for the ranks. In torch's first one, a later node waits in vain for
-  its address, and restarted ranks read the keys of those before them
+- Each round has a new store for the ranks. Torch keeps the first store: a node that joins later waits
+  in vain for the store's address, and restarted ranks read the keys of the ranks before them
   (https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/elastic/rendezvous/dynamic_rendezvous.py).
 """
 
@@ -43,7 +43,7 @@ _POLL_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class Node:
-    """A node, whose stores listen on ``address``; the rendezvous is here if ``holds_store``.
+    """A node, whose stores listen on ``address``; the rendezvous is on this node if ``holds_store``.
 
     A round waits ``join_seconds`` for all nodes.
     """
@@ -111,7 +111,7 @@ class NodeRendezvous(RendezvousHandler):
         )
 
     def _rank_of(self, info: RendezvousInfo) -> int:
-        """Moves the node with the store to the front of torch's order."""
+        """Returns this node's rank in torch's order, with the node that holds the store moved to the front."""
         if self._node.holds_store:
             info.store.set("first_node", str(info.rank))
             return 0
@@ -146,7 +146,7 @@ class NodeRendezvous(RendezvousHandler):
         return self._inner.num_nodes_waiting()
 
     def get_run_id(self) -> str:
-        """The same on all nodes, and new with each store: a restart of ranks keeps it."""
+        """Returns an id that is the same on all nodes, and stays when ranks are restarted."""
         return f"{self._inner.get_run_id()}-{self._launch}"
 
     def shutdown(self) -> bool:

@@ -44,7 +44,7 @@ _RANK += "runpy.run_module('torchtitan.grpo_train', run_name='__main__', alter_s
 
 
 class _Agent(LocalElasticAgent):
-    """An agent that restarts no ranks once one has ended for good, for which it has no setting.
+    """An agent that restarts no ranks after one has ended with a final status; torch has no setting for that.
 
     A run that a guard stopped is for the user to look at, and a full disk would still be full.
     """
@@ -60,10 +60,10 @@ class _Agent(LocalElasticAgent):
 def run_ranks(
     arguments: list[str], num_ranks: int, stop_timeout_seconds: float, max_restarts: int = 0
 ) -> int:
-    """Runs ``torchtitan.grpo_train``; returns 0, a failed rank's status, or 128 plus the signal.
+    """Runs ``torchtitan.grpo_train``; returns 0, a failed rank's status, or 128 plus a signal's number.
 
-    The first signal is passed on, and the ranks end in order within ``stop_timeout_seconds``. All
-    are started again up to ``max_restarts`` times after a failure.
+    The first signal is passed on, and the ranks end in order within ``stop_timeout_seconds``. After a
+    failure, all ranks are started again, up to ``max_restarts`` times.
     """
     local_rendezvous.register()
     return run_agent(
@@ -106,7 +106,7 @@ def run_agent(arguments: list[str], stop_timeout_seconds: float, **launch: Any) 
 
 
 def _pass_on_signals() -> None:
-    """Makes the first signal raise the agent's exception, with which it ends the ranks."""
+    """Makes the first signal raise the exception on which the agent ends the ranks."""
     handled = stop_signals()
 
     def handle(signum: int, frame: FrameType | None) -> None:
@@ -121,7 +121,7 @@ def _pass_on_signals() -> None:
 
 
 def _status_of(error: ChildFailedError, folder: Path) -> int:
-    """The first failed rank's exit status; reports one that a signal ended."""
+    """Returns the exit status of the first failed rank, and reports that rank if a signal ended it."""
     rank, failure = error.get_first_failure()
     if failure.exitcode >= 0:
         return failure.exitcode

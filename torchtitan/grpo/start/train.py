@@ -19,8 +19,8 @@ from torchtitan.grpo.config.job_config import JobConfig
 def choose_num_ranks(config: JobConfig, num_gpus: int, asked: int | None) -> int:
     """Returns the number of training ranks; ConfigError if there are too few GPUs.
 
-    A layout that fixes all degrees decides, then ``asked``. Else there is a rank for each GPU that
-    no launched server needs, or without a GPU as few as the layout allows.
+    ``asked`` decides if it is given, else a layout that fixes all degrees. Otherwise there is a rank for
+    each GPU that no launched server needs; without a GPU, there are as few as the layout allows.
     """
     if asked is not None:
         if num_gpus and asked > num_gpus:
@@ -41,7 +41,7 @@ def choose_num_ranks(config: JobConfig, num_gpus: int, asked: int | None) -> int
 
 
 def ranks_of_layout(config: JobConfig) -> tuple[int, bool]:
-    """The layout's smallest number of ranks, and whether it is the only one."""
+    """Returns the layout's smallest number of ranks, and whether no other number is possible."""
     settings = config.parallelism
     degrees = (
         settings.data_parallel_replicate_degree,
@@ -55,7 +55,7 @@ def ranks_of_layout(config: JobConfig) -> tuple[int, bool]:
 
 
 def gpus_of_servers(config: JobConfig) -> int:
-    """Returns the number of GPUs of servers alone: those of ``[cluster]``, or one for each server."""
+    """Returns the number of GPUs that launched servers use alone, without training ranks."""
     inference = config.inference
     if inference.device == "cpu" or not config.has_servers:
         return 0
@@ -136,8 +136,8 @@ def plan(parsed: TrainArguments) -> tuple[JobConfig, int, int]:
 
 @contextmanager
 def as_trained(arguments: list[str]) -> Iterator[list[str]]:
-    """Yields the ranks' part of a command line, with ``WORLD_SIZE`` as :func:`train` would set
-    it, unless the environment has it.
+    """Yields the ranks' part of a command line, and sets ``WORLD_SIZE`` for the block as :func:`train` would,
+    unless the environment has it.
     """
     parsed = parse(arguments)
     _, num_ranks, _ = plan(parsed)

@@ -1,10 +1,10 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Changes of a run, with all settings that make them.
+"""Changes that could make a run faster, each with all settings that it needs.
 
-A change is simulated only if the run's own checks allow its settings, and if these give the servers that
-are simulated. Checks that look at the machine are left out.
+A change is simulated only if the run's own checks allow its settings, and if a run with these settings
+has the servers that are simulated. Checks that look at the machine are left out.
 """
 
 import json
@@ -39,7 +39,7 @@ def check(config: JobConfig) -> None:
 
 
 def split_of(config: JobConfig, num_ranks: int, registered: int = 1) -> Split:
-    """``registered`` is the number of servers if the configuration does not tell it."""
+    """Returns the run's split; ``registered`` counts its servers if the configuration does not."""
     lent = count_servers(lent_groups(config))
     number = count_servers(server_groups(config)) or len(named_urls(config.inference))
     return Split(num_ranks, (number or registered) - lent, lent)
@@ -47,7 +47,7 @@ def split_of(config: JobConfig, num_ranks: int, registered: int = 1) -> Split:
 
 @dataclass(frozen=True)
 class Change:
-    """``settings`` has TOML keys and ``nproc``. ``more`` is what is no setting, and ``note`` the price."""
+    """``settings`` are by TOML key, or ``nproc``. ``more`` says what else changes, and ``note`` the price."""
 
     settings: Mapping[str, Any]
     split: Split
@@ -64,7 +64,7 @@ class Change:
 
     @property
     def words(self) -> list[str]:
-        """As on a command line."""
+        """The settings as words of a command line."""
         lists = {k: ",".join(v) for k, v in self.settings.items() if isinstance(v, list)}
         texts = {k: json.dumps(v, allow_nan=False) for k, v in self.settings.items()} | lists
         return [f"--{key}={text}" for key, text in texts.items()]
@@ -73,7 +73,7 @@ class Change:
 def allowed(
     plan: Plan, read: Callable[[Sequence[str]], JobConfig], found: Iterable[Change]
 ) -> Iterator[tuple[Change, System]]:
-    """Yields the changes with their systems. ``read`` returns the configuration with further words."""
+    """Yields the changes that pass the checks, with their systems. ``read`` adds words to the command line."""
     for change in found:
         config = read(change.words)
         try:
@@ -85,12 +85,12 @@ def allowed(
 
 
 def decides(config: JobConfig, split: Split) -> bool:
-    """Whether the configuration gives the split's servers, or leaves them to the user."""
+    """Whether the run would launch exactly the servers of the split, or leaves launching to the user."""
     return not config.inference.launch or split_of(config, split.num_ranks) == split
 
 
 def changes(plan: Plan, config: JobConfig) -> Iterator[Change]:
-    """Changes of what decides how training and rollouts overlap."""
+    """Yields changes of the settings and servers that decide how training and rollouts overlap."""
     rollout, split = config.rollout, plan.split
     older = {"rollout.max_head_offpolicyness": rollout.max_head_offpolicyness + 1}
     yield Change(older, split, "older samples")
@@ -106,7 +106,7 @@ def changes(plan: Plan, config: JobConfig) -> Iterator[Change]:
 
 
 def lendings(plan: Plan, config: JobConfig, split: Split) -> Iterator[Change]:
-    """Both ways to lend on the devices of a split without lending."""
+    """Yields two ways to lend: all devices train and are lent, or more servers use those of training."""
     if not config.inference.launch:
         return  # servers that the run has not started cannot be lent
     ranks = replace(plan, split=split).num_devices // plan.unit * plan.unit
@@ -121,7 +121,7 @@ def lendings(plan: Plan, config: JobConfig, split: Split) -> Iterator[Change]:
 def moved(plan: Plan, config: JobConfig, split: Split) -> Change:
     """Returns the settings that divide the devices between ranks and servers in this way.
 
-    What no setting decides is left out.
+    Parts of the division that no setting can change are left out.
     """
     settings = dict(_server_settings(config, split))
     if split.num_ranks != plan.split.num_ranks:
@@ -136,7 +136,7 @@ def moved(plan: Plan, config: JobConfig, split: Split) -> Change:
 
 
 def _server_settings(config: JobConfig, split: Split) -> Iterator[tuple[str, Any]]:
-    """One table of ``[cluster]`` is changed at most; other divisions have no settings here."""
+    """Yields settings that give these servers, if changing at most one table of ``[cluster]`` is enough."""
     inference, own = config.inference, [g for g in server_groups(config) if not g.is_lent]
     if not inference.launch:
         return
@@ -160,12 +160,12 @@ def _server_settings(config: JobConfig, split: Split) -> Iterator[tuple[str, Any
 
 
 def compare(found: Iterable[tuple[Change, System]], before: Spread) -> list[_Row]:
-    """The best first."""
+    """Simulates the changes, and returns them with their gain over ``before``, the best first."""
     seeds = len(before.outcomes)
     rows = [(change, *spread(system, seeds).gain(before)) for change, system in found]
     return sorted(rows, key=lambda row: row[1], reverse=True)
 
 
 def recommended(rows: Iterable[_Row]) -> _Row | None:
-    """The first that surely gains more than a little."""
+    """Returns the first change that gains more than a little even if twice the error is subtracted."""
     return next((row for row in rows if row[1] - 2 * row[2] > 1 + _LEAST_GAIN), None)

@@ -104,7 +104,7 @@ class _Given:
 
     @property
     def server_bytes(self) -> int:
-        """What a server may fill, on all of its devices."""
+        """Memory that a server may use, on all of its devices together."""
         part = self.config.inference.gpu_memory_utilization or WITHOUT_TRAINING
         return int(part * self.device_bytes * self.server_devices)
 
@@ -187,7 +187,7 @@ def _lines(facts: _Given) -> Iterator[str]:
 
 
 def _make_plan(facts: _Given) -> Plan:
-    """Calculates or takes the costs on the devices that they are for, and moves to the run's."""
+    """Takes measured or calculated costs, and scales them from the devices that they hold for to the run's."""
     config, measured, split = facts.config, facts.measured, facts.split
     rollout, limit, unit = config.rollout, config.rollout.max_new_tokens, ranks_of_layout(config)[0]
     if measured is not None:

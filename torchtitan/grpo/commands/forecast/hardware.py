@@ -4,10 +4,10 @@
 """Costs by calculation, for a model on a kind of GPU.
 
 A step of a server reads all weights and the KV cache of every running completion from memory, and
-multiplies each running completion's token with the weights of a token (the roofline of decoding). Training,
-prompts and pushes take their FLOPs and bytes. Hardware reaches only a part of its peak: the parts below are
-typical of well-set programs, not measured here, and a run of another kind can differ by a factor of two. A
-measured run (``measured.py``) needs none of them.
+multiplies one token of each with the weights that a token uses (the roofline of decoding). The times of
+training, prompts and weight pushes follow from their FLOPs and bytes. Hardware reaches only a part of its
+peak: the parts below are typical of well-tuned programs, not measured here, and a run of another kind can
+differ by a factor of two. Costs that were measured in a run (``measured.py``) need none of them.
 """
 
 from collections.abc import Mapping
@@ -37,7 +37,7 @@ _PASSES = 3  # a forward and a backward pass, in forward passes
 
 @dataclass(frozen=True)
 class Device:
-    """FLOP/s in bfloat16 without sparsity, bytes/s of memory and network, and bytes of memory."""
+    """A GPU: dense FLOP/s in bfloat16, bytes/s of memory and network, and bytes of memory."""
 
     flops: float
     memory_rate: float
@@ -63,9 +63,9 @@ def computed_costs(
     server_devices: int,
     context_tokens: float,
 ) -> Costs:
-    """``model`` is a ``config.json``; ``context_tokens`` the mean length of a running sequence.
+    """Returns costs for a ``config.json``; ``context_tokens`` is the mean length of a running sequence.
 
-    There are at most as many servers as ranks: more are sent weights for longer.
+    They hold for at most as many servers as ranks: with more servers, sending weights takes longer.
     """
     cost, num_bytes = flops_cost(model), weight_bytes(model)
     read = server_devices * device.memory_rate * MEMORY_PART
@@ -91,16 +91,16 @@ def computed_costs(
 
 
 def weight_bytes(model: Mapping[str, Any]) -> float:
-    """In bfloat16, with all experts, also those that a token does not use."""
+    """Bytes of all weights in bfloat16, including the experts that a token does not use."""
     idle = sum(layer.feed_forward.idle for layer in family_of(model).layers(model))
     return _BFLOAT16 * (flops_cost(model).per_token / (2 * _PASSES) + idle)
 
 
 def kv_bytes(model: Mapping[str, Any]) -> int:
-    """Of a token in the KV cache, in bfloat16."""
+    """Bytes of one token in the KV cache, in bfloat16."""
     return _BFLOAT16 * sum(layer.attention.cached for layer in family_of(model).layers(model))
 
 
 def cache_places(model: Mapping[str, Any], server_bytes: float, tokens: float) -> int:
-    """How many sequences of ``tokens`` fit beside the weights into a server's memory; 0 if none."""
+    """How many sequences of ``tokens`` fit into a server's memory besides the weights; 0 if none."""
     return max(0, int((server_bytes - weight_bytes(model)) / (tokens * kv_bytes(model))))

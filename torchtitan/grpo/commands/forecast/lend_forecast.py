@@ -15,7 +15,7 @@ from torchtitan.grpo.rollout.lending.scheduler import Decision, LendScheduler, L
 
 
 class LendingSimulation(Simulation):
-    """Looks before each event. What it does takes the times of the system's costs."""
+    """Asks the scheduler before each event; waking and sleeping take the times in the system's costs."""
 
     def __init__(self, system: System, seed: int) -> None:
         super().__init__(system, seed)
@@ -68,7 +68,7 @@ class LendingSimulation(Simulation):
         self.start_groups()
 
     def _cut(self) -> None:
-        """The requests go on at other servers, or when these are awake again."""
+        """Interrupts lent servers; their requests go on at others, or once the lent ones are awake again."""
         for server in self._lent:
             server.advance(self.now)
             self.homeless += server.cut()

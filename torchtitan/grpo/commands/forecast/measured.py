@@ -38,9 +38,9 @@ _PROPORTIONAL = "depends on its tokens: all of it is taken as proportional to th
 class Measured:
     """``num_ranks`` and ``num_servers`` are those with which ``costs`` were measured.
 
-    ``waited`` is the part of the time in which training waited for rollouts, and ``waits`` that in which
-    these waited for rewards and episodes. ``assumed`` names the costs of lending that the run does not
-    tell, and ``doubts`` are sentences on what else it does not tell.
+    ``waited`` is the fraction of time in which training waited for rollouts, and ``waits`` those in which
+    rollouts waited for rewards and for episodes. ``assumed`` names the costs of lending that the run did
+    not measure, and ``doubts`` says in sentences what else it did not measure.
     """
 
     config: JobConfig
@@ -59,7 +59,7 @@ class Measured:
 
 
 def read_run(folder: Path) -> Measured:
-    """Raises ConfigError if the folder holds no run, or one that is too short."""
+    """Reads what a run measured. Raises ConfigError if the folder holds no run, or one that is too short."""
     files = (folder / STARTS_FOLDER).glob("[0-9]*/config.toml")
     start = max(files, key=lambda file: int(file.parent.name), default=None)
     if start is None:
@@ -101,9 +101,9 @@ def read_run(folder: Path) -> Measured:
 def _costs(
     records: Sequence[Step], servers: np.ndarray, waiting: Sequence[str]
 ) -> tuple[Costs, list[str]]:
-    """Returns also what the run does not tell. Lending has its assumed costs.
+    """Returns costs, and sentences on what the run did not measure. The costs of lending are assumed ones.
 
-    ``waiting`` are the metrics of the times of a step in which nothing is trained.
+    ``waiting`` names the metrics of those parts of a step's time in which nothing is trained.
     """
     doubts = []
     request, token, beside = servers[:, 1:].T
@@ -128,10 +128,9 @@ def _costs(
 
 
 def _loans(records: Sequence[Step]) -> dict[str, float]:
-    """Median seconds of what is done in a loan, each if the run has done it.
+    """Median seconds of each action for lending devices that the run has taken.
 
-    A step without a loan has 0, and one whose servers were not awake before its batch was complete has 0
-    for waking.
+    A metric is 0 in steps without a loan; waking also is if the batch was complete before servers woke.
     """
     found = {}
     lent = [record for record in records if record.get("lend/wakes")]
@@ -157,7 +156,7 @@ def _median(records: Sequence[Step], key: str, default: float = 0.0) -> float:
 
 
 def _servers(record: Step, folder: Path) -> np.ndarray:
-    """Completions and fitted costs of each server that has completed enough, [servers, 4]."""
+    """Number of completions and three fitted costs of each server with enough completions, [servers, 4]."""
     last = f"/{COMPLETIONS_METRIC}"
     names = [k.removesuffix(last) for k in record if k.startswith("servers/") and k.endswith(last)]
     if not names:
@@ -170,16 +169,15 @@ def _servers(record: Step, folder: Path) -> np.ndarray:
 
 
 def _tokens(record: Step) -> float:
-    """Of a batch, with those of the groups that grpo.filter_zero_advantage leaves out."""
+    """Tokens of a batch, including the groups that grpo.filter_zero_advantage leaves out."""
     kept = 1 - record.get("data/filtered_groups_fraction", 0.0)
     return record["time/tokens_per_second"] * record["time/step_seconds"] / (kept or 1.0)
 
 
 def _training(records: Sequence[Step], waiting: Sequence[str]) -> tuple[float, float, bool]:
-    """Seconds of a step apart from waiting, of each token that it computes, and whether the run tells
-    them apart.
+    """Fits training time: fixed seconds of a step, seconds of a token, and whether they can be told apart.
 
-    Batches of nearly the same size do not. Then all of the time is the tokens', as dense training is.
+    They cannot if batches have nearly the same size. Then all of the time is taken as proportional to tokens.
     """
     tokens = np.array([_tokens(r) * (1 - r.get(_SHARED, 0.0)) for r in records])
     waits = [sum(record[key] for key in waiting) for record in records]
@@ -199,7 +197,7 @@ def _training(records: Sequence[Step], waiting: Sequence[str]) -> tuple[float, f
 
 
 def _lengths(folder: Path, config: JobConfig, records: Sequence[Step]) -> Lengths:
-    """Their shape is that of the samples that were written; their mean and what is cut, of all."""
+    """Takes the shape of lengths from the logged samples, but their mean and the truncated part from all."""
     limit, mean = config.rollout.max_new_tokens, _mean(records, _TOKENS)
     lengths = (
         sum(end - start for _, start, end in sample["versions"])

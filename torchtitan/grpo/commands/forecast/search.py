@@ -3,8 +3,8 @@
 
 """Compares simulated runs: over seeds, and over splits of the devices.
 
-All runs that are compared have the same seeds, hence the same lengths, so that differences between
-them are known better than each of them.
+All runs that are compared have the same seeds, hence the same lengths, so that a difference between two
+runs is known more exactly than either run.
 """
 
 import math
@@ -27,7 +27,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def simulate(system: System, seed: int = 0, num_batches: int = _BATCHES) -> Outcome:
-    """Simulates a system, a large one in reduced form. Equal arguments give equal results."""
+    """Simulates a system, scaled down if it is large. Equal arguments give equal results."""
     small, factor = scaled(system)
     kind = LendingSimulation if small.num_lent else Simulation
     return kind(small, seed).run(num_batches, factor)
@@ -47,7 +47,7 @@ class Split:
 
     @property
     def push_load(self) -> float:
-        """Servers to which a rank sends its weights, at least 1."""
+        """Number of servers to which each rank sends weights, at least 1."""
         return max(1.0, self.all_servers / self.num_ranks)
 
 
@@ -55,7 +55,7 @@ class Split:
 class Plan:
     """A system with ``split.num_ranks`` ranks. A server takes ``server_devices`` devices.
 
-    The layout can have multiples of ``unit`` ranks. A batch of ``row_tokens`` for each unit keeps it busy.
+    The layout allows multiples of ``unit`` ranks. With ``row_tokens`` tokens of a batch, a unit is busy.
     """
 
     system: System
@@ -70,14 +70,14 @@ class Plan:
 
     @property
     def fewest_devices(self) -> int:
-        """Of any split without lending."""
+        """The fewest devices on which a split without lending is possible."""
         return self.unit + self.server_devices
 
     def on(self, split: Split) -> System:
         """The system on other devices, with as many completions in flight for each server as before.
 
-        Communication is not in it: training on twice the ranks takes half as long for each token, as
-        long as each unit of ranks has a row. Weights are sent longer in proportion to the servers of a rank.
+        Communication is ignored: with twice the ranks, training takes half as long for each token, as long as
+        each unit of ranks has a row. Sending weights takes time in proportion to the servers for each rank.
         """
         system, old, costs = self.system, self.split, self.system.costs
         slower = split.push_load / old.push_load
@@ -97,7 +97,7 @@ class Plan:
         return replace(system, costs=costs, rollout=rollout, **numbers)
 
     def _useful(self, num_ranks: int) -> int:
-        """Ranks that have a row of a batch to train on."""
+        """Number of ranks for which a batch has a row to train on."""
         if not self.row_tokens:
             return num_ranks
         length = self.system.prompt_tokens + self.system.mean_tokens
@@ -120,7 +120,7 @@ class Spread:
         return math.hypot(spread, self.off * self.mean(name))
 
     def gain(self, before: "Spread") -> tuple[float, float]:
-        """How many times more samples a second, and the error of that."""
+        """The ratio of samples per second to those ``before``, and the error of the ratio."""
         pairs = zip(self.outcomes, before.outcomes, strict=True)
         ratios = [new.samples_per_second / old.samples_per_second for new, old in pairs]
         error = statistics.stdev(ratios) / len(ratios) ** 0.5
@@ -132,10 +132,10 @@ def spread(system: System, seeds: int) -> Spread:
 
 
 def best_split(plan: Plan, num_devices: int, enough: float = math.inf) -> tuple[Split, float]:
-    """Returns the split of the devices with the most samples a second, and that number.
+    """Returns the split of the devices with the most samples per second, and that rate.
 
-    Few splits are all tried; of many, first some over the whole range, and then finer around the best,
-    until a rate is ``enough``.
+    A few splits are all tried. Of many, some over the whole range are tried first, and then more around the
+    best one, until a rate reaches ``enough``.
     """
     splits = _splits(plan, num_devices)
     known: dict[int, float] = {}
@@ -156,7 +156,7 @@ def best_split(plan: Plan, num_devices: int, enough: float = math.inf) -> tuple[
 
 
 def smallest_split(plan: Plan, num_devices: int) -> tuple[Split, float]:
-    """Like :func:`best_split`, but of half the devices, and so on, while that is nearly as fast."""
+    """Like :func:`best_split`, but halves the number of devices as long as that is nearly as fast."""
     found = best_split(plan, num_devices)
     enough = (1 - TOLERANCE) * found[1]
     while (num_devices := num_devices // 2) >= plan.fewest_devices:
@@ -168,7 +168,7 @@ def smallest_split(plan: Plan, num_devices: int) -> tuple[Split, float]:
 
 
 def _splits(plan: Plan, num_devices: int) -> list[Split]:
-    """All splits; a thousand of them, evenly spaced by the ranks, stand for more."""
+    """All splits; if there are far more than a thousand, about that many with evenly spaced ranks."""
     most = (num_devices - plan.server_devices) // plan.unit
     if num_devices < plan.fewest_devices:
         raise ValueError(

@@ -12,7 +12,7 @@ from torchtitan.grpo.commands.forecast.system import System
 
 @dataclass(eq=False, slots=True)
 class Completion:
-    """``length`` is what it still lacks. ``started_at`` is on its server's clock."""
+    """A completion with ``length`` tokens left to generate; ``started_at`` is a time on its server's clock."""
 
     group_id: int
     length: float
@@ -20,10 +20,10 @@ class Completion:
 
 
 class SimulatedServer:
-    """Has what ``best_server`` asks of a server.
+    """A server with the attributes that ``best_server`` reads.
 
-    Its clock counts the tokens that a completion got which has run from the start. Between two events
-    the step takes equally long, so the clock is moved only when completions start and end.
+    Its clock counts the tokens that a completion running since the start would have. Between two events all
+    decoding steps take equally long, so the clock is moved only when completions start and end.
     """
 
     def __init__(self, system: System, is_lent: bool) -> None:
@@ -49,7 +49,7 @@ class SimulatedServer:
         return max(0.0, len(self._running) * self._mean_tokens - written)
 
     def tokens_per_second(self) -> float:
-        """With its window full."""
+        """The rate at which the server generates with its window full."""
         return self._window / (self._costs.token + self._costs.beside * self._window)
 
     def _step_seconds(self) -> float:
@@ -67,7 +67,7 @@ class SimulatedServer:
         self.tokens += steps * self.load
 
     def add(self, completions: list[Completion], prefill_tokens: float) -> None:
-        """Starts completions now. ``prefill_tokens`` are computed before the next step."""
+        """Starts completions now. The prefill of ``prefill_tokens`` tokens delays the next step."""
         self._prefill_seconds += prefill_tokens * self._costs.prefill
         for completion in completions:
             completion.started_at = self._clock
@@ -91,7 +91,7 @@ class SimulatedServer:
         return ended
 
     def cut(self) -> list[Completion]:
-        """Ends all requests. Returns their completions, with what each still lacks."""
+        """Ends all requests. Returns their completions, each with the length that it has left."""
         cut = [completion for _, _, completion in self._running]
         for completion in cut:
             written = int(max(0.0, self._clock - completion.started_at))  # whole tokens

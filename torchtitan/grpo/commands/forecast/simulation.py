@@ -3,10 +3,10 @@
 
 """Simulates a run as a sequence of events.
 
-Which group may start, and which groups form a batch, is decided by the run's own
-:class:`~torchtitan.grpo.rollout.admission.Admission`, and where a group starts by its own
-:func:`~torchtitan.grpo.rollout.serving.server_state.best_server`. An event is the next end of a
-completion on a server, the end of scoring, of training on a batch or on a part of it, or of a push.
+The code of real runs decides which group may start and which groups form a batch
+(:class:`~torchtitan.grpo.rollout.admission.Admission`), and at which server a group starts
+(:func:`~torchtitan.grpo.rollout.serving.server_state.best_server`). An event is the next end of a
+completion on a server, or the end of scoring, of training on a batch or a part of it, or of a weight push.
 
 Left out: evaluations, failures, the adaptation of windows, predicted lengths, segments
 and overdue groups, teachers, and turns of environments and agents.
@@ -31,12 +31,12 @@ _WARM_UP_BATCHES = 3
 
 @dataclass(frozen=True)
 class Outcome:
-    """Means over the batches after the first ones.
+    """Means over all batches but the first ones, in which a run warms up.
 
-    ``trained``, ``waited``, ``pushed`` and ``lent`` are fractions of the training devices' time, where
-    ``lent`` is from the decision to lend them until they are back. ``busy`` is the fraction of the time
-    in which servers with their own hardware generate, and ``lent_tokens`` the part of the tokens that
-    lent servers generate. Ages are in batches.
+    ``trained``, ``waited``, ``pushed`` and ``lent`` are fractions of the training devices' time; ``lent``
+    lasts from the decision to lend them until they are back. ``busy`` is the fraction of time in which
+    servers with their own hardware generate, and ``lent_tokens`` the fraction of tokens that lent servers
+    generate. Ages are in batches.
     """
 
     step_seconds: float
@@ -84,7 +84,7 @@ class Simulation:
         self._taken: list[int] = []  # of the next part
 
     def run(self, num_batches: int, factor: float = 1.0) -> Outcome:
-        """``factor`` is how many times more samples the real system has."""
+        """Simulates batches; ``factor`` is how many times more samples the real system has."""
         self._ask()
         self.start_groups()
         self._run_until(_WARM_UP_BATCHES)
@@ -131,11 +131,11 @@ class Simulation:
         """Called before each event."""
 
     def deliver(self) -> None:
-        """The trainer has asked for groups, and they are there."""
+        """Called when the groups that the trainer has asked for are complete."""
         self.train()
 
     def observe_step(self) -> None:
-        """A batch has been trained on."""
+        """Called after training on a batch."""
 
     # -- rollouts ---------------------------------------------------------------------
 
@@ -220,7 +220,7 @@ class Simulation:
             self.deliver()
 
     def train(self) -> None:
-        """Trains on what was taken. The devices are free."""
+        """Trains on the pending groups; the training devices must be free."""
         assert self.asked_at is not None, "the trainer has asked for what was taken"
         self.totals["wait"] += self.now - self.asked_at
         groups = [self.groups.pop(number) for number in self.pending]

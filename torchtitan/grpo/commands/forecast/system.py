@@ -4,10 +4,10 @@
 """What a simulation is about: settings, servers, costs and lengths.
 
 A large system is simulated as a smaller one (:func:`scaled`), because its servers are equal and share the
-work evenly. With a part ``1 / k``, the simulation has ``1 / k`` of the batch, of the completions in
-flight, and of the servers, and a trained token costs ``k`` times as much. If the number of servers cannot
-be divided, ``c`` times too few completions run on each, and each of them slows a server down ``c`` times
-as much, so that a server keeps its speed.
+work evenly. Scaled down by ``k``, the simulation has ``1 / k`` of the batch, of the completions in
+flight, and of the servers, and training on a token takes ``k`` times as long. If the number of servers
+cannot be divided by ``k``, each server runs ``c`` times too few completions. Each completion then slows its
+server down ``c`` times as much, so that the server keeps its speed.
 
 The error: the last of fewer completions ends earlier, which matters where a batch waits for its longest
 completion. 256 completions that stood for 2,048 gave 1 to 4 % too many samples a second in synchronous
@@ -33,10 +33,10 @@ class Costs:
     """Times in seconds, on the devices of a :class:`System`.
 
     A completion of T tokens beside which others run takes ``request + T * (token + running * beside)``,
-    where ``running`` counts the completion itself. ``prefill`` is for a token of a prompt, ``reward``
-    from the end of a group to its rewards, however many are scored at once, ``push`` from
-    the end of a step to the attested servers, of which ``transfer`` grows with their number, and ``room``
-    until training has given up its memory.
+    where ``running`` counts the completion itself. ``prefill`` is the time for a token of a prompt, and
+    ``reward`` that from the end of a group to its rewards, however many are scored at once. ``push`` lasts
+    from the end of a step until servers are attested to have the new weights; its part ``transfer`` grows
+    with the number of servers. ``room`` lasts until training has freed its memory for a lent server.
     """
 
     token: float
@@ -68,9 +68,9 @@ class Lengths:
 
     @classmethod
     def measured(cls, ended: Sequence[float], cut: float, limit: int) -> "Lengths":
-        """From lengths that ``ended`` below the old limit, and the part that was cut there.
+        """Takes the lengths that ``ended`` below the old limit, and the fraction ``cut`` that reached it.
 
-        Beyond the limit, the chance to end is taken to be the same for each token.
+        Beyond the limit, every token is assumed to be the last one with the same probability.
         """
         num_cut = min(_GRID - 1, round(cut * _GRID))
         below = np.quantile(ended, _places(_GRID - num_cut))
@@ -79,7 +79,7 @@ class Lengths:
         return cls(np.concatenate([below, beyond]))
 
     def draw(self, random: np.random.Generator, number: int, limit: int) -> list[int]:
-        """Lengths of at least 1 and at most ``limit`` tokens."""
+        """Draws ``number`` lengths of at least 1 and at most ``limit`` tokens."""
         last = len(self.quantiles) - 1
         found = np.interp(random.random(number) * last, np.arange(last + 1), self.quantiles)
         return np.clip(np.rint(found), 1, limit).astype(int).tolist()
@@ -89,7 +89,7 @@ class Lengths:
 
 
 def _places(number: int) -> np.ndarray:
-    """The middles of as many equal parts of 1."""
+    """The midpoints of ``number`` equal parts of the interval [0, 1]."""
     return (np.arange(number) + 0.5) / max(1, number)
 
 
@@ -100,9 +100,9 @@ class System:
     ``num_servers`` are those with hardware of their own, and ``num_lent`` those on the devices of
     training. ``max_running`` is how many completions fit into a server's cache, and 0 sets no limit.
     ``shared_row`` is the number of tokens of a row in which completions share their prompt; 0 if they
-    do not. ``dropped`` is the part of the finished groups that is not trained on. ``off`` is how far
-    the run that was measured is from its own simulation, as a part of the simulated rate: the least
-    error of what is predicted from it.
+    do not. ``dropped`` is the fraction of finished groups that is not trained on. ``off`` is the relative
+    difference between the rate of the measured run and that of its simulation: predictions have at
+    least this error.
     """
 
     grpo: GRPO
@@ -119,11 +119,11 @@ class System:
 
     @cached_property
     def mean_tokens(self) -> float:
-        """Of a completion."""
+        """Mean tokens of a completion."""
         return self.lengths.mean(self.rollout.max_new_tokens)
 
     def trained_tokens(self, num_groups: int, completion_tokens: int) -> float:
-        """Tokens that are computed for groups whose completions have so many tokens together."""
+        """Tokens that training computes for groups; a prompt that a row shares counts once."""
         size = self.grpo.group_size
         fitting = (self.shared_row - self.prompt_tokens) // max(self.mean_tokens, 1.0)
         prompts = math.ceil(size / min(max(fitting, 1.0), size))
@@ -135,9 +135,9 @@ class System:
 
     @property
     def window(self) -> int:
-        """The completions that a server is given at once, whether the others are awake or not.
+        """How many completions a server is given at once, whether the other servers are awake or not.
 
-        The dispatcher divides them evenly, and learns how many a server can run.
+        As in a run, completions are divided evenly, up to what a server can run.
         """
         quota = -(-self.rollout.max_concurrent_rollouts // (self.num_servers + self.num_lent))
         return max(self.grpo.group_size, min(quota, self.max_running or quota))

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Chooses the columns of a data set that hold the prompts and the right answers, and held-out rows."""
+"""Chooses which columns of a data set hold prompts and right answers, and which rows are held out."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -32,7 +32,7 @@ MOST = 0.9
 
 @dataclass(frozen=True)
 class Source:
-    """A data set, and its first rows without those that cannot be read."""
+    """A data set, with those of its first rows that can be read."""
 
     path: str
     name: str | None
@@ -45,7 +45,7 @@ class Source:
         return list(dict.fromkeys(name for row in self.rows for name in row))
 
     def held_out(self, columns: "Columns") -> tuple["Source", str] | None:
-        """Returns a test split beside the data; or some of its rows, if there are many, and the others."""
+        """Returns a test split, or some rows of a large data set and the slice of its other rows."""
         for path, split in _test_splits(self):
             with suppress(ValueError):  # there is none, or it has other columns
                 found = read_source(path, split, self.name)
@@ -85,7 +85,7 @@ class Columns:
         return self.prompt if self.prompt in self.taken else "prompt"
 
     def rename(self, reads_answer: bool) -> dict[str, str]:
-        """The value of ``prompts.rename``; with ``reads_answer`` for a built-in reward."""
+        """The value of ``prompts.rename``; ``reads_answer`` says that a built-in reward reads the answers."""
         names = {} if self.prompt in self.taken else {self.prompt: "prompt"}
         if reads_answer and self.answer is not None and self.answer != COLUMN:
             names[self.answer] = COLUMN
@@ -96,7 +96,7 @@ class Columns:
 
 
 def read_source(path: str, split: str, name: str | None) -> Source:
-    """Reads the first rows of DATA; ConfigError if there is none."""
+    """Reads the first rows of DATA; raises ConfigError if DATA cannot be read."""
     try:
         table = open_table(path, split, {}, None, "DATA", name)
     except ValueError as error:
@@ -115,7 +115,7 @@ def read_source(path: str, split: str, name: str | None) -> Source:
 def choose_columns(
     source: Source, asked_prompt: str | None, asked_answer: str | None, *, has_template: bool
 ) -> Columns:
-    """Raises ConfigError, which lists the columns, if one cannot be chosen."""
+    """Chooses columns by their names and values; ConfigError lists all columns if that fails."""
     prompt, texts = _choose_prompt(source, asked_prompt, has_template)
     taken = tuple(source.columns)
     for name in ANSWER_NAMES if asked_answer is None else (asked_answer,):
@@ -158,7 +158,7 @@ def _choose_prompt(
 
 
 def _as_prompts(source: Source, name: str, has_template: bool) -> tuple[list[PromptText], str]:
-    """Returns the prompts of a column, and why it cannot be used, if so."""
+    """Returns the prompts of a column; if it cannot be used, no prompts and the reason."""
     texts, reason = [], ""
     for value in _values(source.rows, name):
         try:

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""``torchtitan-grpo init MODEL DATA``: finds out, writes, and checks the result as ``train`` would."""
+"""``torchtitan-grpo init MODEL DATA``: writes a TOML file for them, and checks it as ``train`` would."""
 
 import argparse
 import json
@@ -50,7 +50,7 @@ def options() -> argparse.ArgumentParser:
 
 
 def init(arguments: list[str]) -> int:
-    """Returns the exit status; RunError says why there is no file, or why it could not train."""
+    """Returns the exit status; RunError says why no file was written, or why a run with it would fail."""
     given = options().parse_args(arguments)
     output: Path = given.output
     _refuse_output(output, force=given.force)
@@ -105,7 +105,7 @@ def _refuse_output(output: Path, *, force: bool) -> None:
 def _find(
     given: argparse.Namespace, folder: str, source: Source, columns: Columns, reward: RewardChoice
 ) -> "Findings":
-    """Measures. Only from here on torch is imported, which takes seconds."""
+    """Measures model, data and machine. Torch is imported only here, because that takes seconds."""
     from torchtitan.grpo.commands.init.machine import count_parameters, find_machine
     from torchtitan.grpo.commands.init.settings import Findings, longest_sequence
     from torchtitan.grpo.models.hf_config import read_hf_model
@@ -163,7 +163,7 @@ def _summary(found: "Findings", sizes: "Sizes", source: Source, columns: Columns
 
 
 def _check(output: Path, *, is_new_reward: bool) -> None:
-    """Opens everything as a run would, and prints its warnings; ConfigError if it would be refused."""
+    """Opens all inputs as a run would, and prints warnings; ConfigError if the run would be refused."""
     words = [str(output)]
     if is_new_reward:  # it raises until it has been written
         words += ["--reward.functions", _STAND_IN, "--evaluation.function", _STAND_IN]
@@ -221,7 +221,7 @@ def reward(prompts, completions, **columns):
 
 
 def write_reward(toml: Path, source: Source, columns: Columns) -> bool:
-    """Writes the file beside ``toml``, unless there is one; returns whether it is yet to be filled in."""
+    """Writes a reward file beside ``toml`` if there is none; returns whether it is still to be filled in."""
     file = toml.with_name(REWARD_FILE)
     others = [name for name in source.columns if name != columns.prompt]
     text = _TEXT.replace("@TOML@", str(toml)).replace("@FILE@", str(file))

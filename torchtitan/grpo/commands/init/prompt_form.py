@@ -50,7 +50,7 @@ class PromptForm:
 def choose_form(
     folder: str, source: Source, columns: Columns, reward: RewardChoice
 ) -> tuple[PromptForm, TextCodec]:
-    """Returns the codec with which the run will tokenize such prompts, too."""
+    """Returns the form, and the codec with which the run will tokenize prompts of this form."""
     codec, variables = TextCodec(folder, ()), {}
     with refusing():  # transformers may not be able to load the tokenizer
         if codec.has_chat_template() and codec.template.reads(_THINKING):
@@ -88,7 +88,7 @@ def _begins_thinking(rendered: str) -> bool:
 
 
 def _shape_texts(form: PromptForm, codec: TextCodec, instruction: str) -> None:
-    """Writes out what the chat template makes of a text, because it is applied to messages alone."""
+    """Copies the chat template's text into the prompt template, as a run applies it to messages only."""
     content = f"{_MARK}\n\n{instruction}" if instruction else _MARK
     with refusing():
         parts = codec.template.render([{"role": "user", "content": content}]).split(_MARK)
@@ -111,7 +111,7 @@ def _escaped(text: str) -> str:
 
 
 def measure(codec: TextCodec, settings: Prompts, limit: int) -> np.ndarray:
-    """Counts the tokens of prompts that are spread over the data set, up to ``limit + 1`` of each.
+    """Counts the tokens of prompts from all over the data set; a count above ``limit`` is ``limit + 1``.
 
     Raises ConfigError if no prompt is at most ``limit`` tokens long, or if none can be rendered.
     """
@@ -140,9 +140,9 @@ def measure(codec: TextCodec, settings: Prompts, limit: int) -> np.ndarray:
 
 
 def answer_tokens(codec: TextCodec, columns: Columns, reward: RewardChoice) -> int:
-    """The tokens of the longest right answer of the first rows, except for the longest hundredth.
+    """The 99th percentile of the number of tokens of right answers in the first rows.
 
-    0 if the answers are results alone, and completions reason.
+    It is 0 if answers are only results while completions reason: their length then says nothing.
     """
     if reward.form not in ("alone", "free") and are_results(columns):
         return 0

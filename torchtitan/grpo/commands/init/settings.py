@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The values of the TOML file, from lengths, reward, model and machine."""
+"""Derives the values of the TOML file from lengths, reward, model and machine."""
 
 import tomllib
 from dataclasses import dataclass
@@ -56,7 +56,7 @@ _ON_CPU = {
 class Findings:
     """What was found about model, data and machine.
 
-    ``lengths`` are those of prompts, in tokens, at most one more than the model takes.
+    ``lengths`` are those of prompts, in tokens, capped at one above what the model takes.
     ``answer_tokens`` is the length of a long right answer, or 0 if that says nothing about
     completions. ``function`` is the value of ``reward.functions``.
     """
@@ -89,7 +89,7 @@ class Sizes:
 
     @property
     def group(self) -> int:
-        """Tokens of a group at most, whose completions share the prompt."""
+        """Most tokens of a group, whose completions share the prompt."""
         return self.prompt + _GROUP_SIZE * self.new
 
 
@@ -98,7 +98,7 @@ def longest_sequence(model: HFModel) -> int:
 
 
 def choose_sizes(found: Findings) -> Sizes:
-    """Raises ConfigError if the model's longest sequence has no room for prompts and answers."""
+    """Chooses lengths; ConfigError if prompts and answers do not fit into the model's longest sequence."""
     limit = longest_sequence(found.model)
     typical, longest = found.length(99), found.length(100)
     prompt = _up(longest if longest <= 2 * typical else typical, 16)
@@ -138,9 +138,9 @@ def _up(number: int, step: int) -> int:
 
 
 def choose_settings(found: Findings, sizes: Sizes) -> tuple[str, dict[str, Any], bool]:
-    """Returns settings as text and by name, with the first way to train that fits into memory.
+    """Returns settings as text and by name, for the first way to train that fits into memory.
 
-    If none does, it is the last, and the third value is False.
+    The third value is whether one fits; if none does, the settings are for the last way.
     """
     machine, fits = found.machine, False
     values = _values(found, sizes)
@@ -226,7 +226,7 @@ def _held_out(found: Findings) -> dict[str, Any]:
 
 
 def _split(path: str, split: str) -> str | None:
-    """Of a file, only rows in brackets are chosen."""
+    """Returns the value of the split; for a file, None unless it selects rows in brackets."""
     return None if Path(path).is_file() and "[" not in split else split
 
 

@@ -99,9 +99,9 @@ _HEADING = """\
 
 
 def settings_text(values: Mapping[str, Any]) -> str:
-    """Returns the tables of the file with ``values`` of settings, and what reasons mention.
+    """Returns the tables of the file; ``values`` has the values of settings, and those that reasons mention.
 
-    Settings without a value, or with None, are left out.
+    Settings whose value is missing or None are left out.
     """
     tables = []
     for table in _TABLES.split("\n\n"):
@@ -113,7 +113,7 @@ def settings_text(values: Mapping[str, Any]) -> str:
 
 
 def whole_text(settings: str, values: Mapping[str, Any]) -> str:
-    """Adds the comments before the settings."""
+    """Returns the settings with the comments that stand at the head of the file."""
     return _HEADING.format_map(values) + settings
 
 

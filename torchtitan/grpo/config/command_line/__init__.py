@@ -1,9 +1,9 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""From a TOML file and a command line to a configuration, and the pages of ``--help``.
+"""Reads a configuration from a TOML file and the command line, and shows the pages of ``--help``.
 
-Nothing here imports torch, so that a mistake in a file and ``--help`` are answered at once.
+Nothing here imports torch, so that ``--help`` and messages about mistakes appear at once.
 """
 
 import sys
@@ -21,7 +21,7 @@ class ConfigError(RunError, ValueError):
 
 @contextmanager
 def refusing(rule: str = "", say: Callable[[str], str] = str) -> Iterator[None]:
-    """Turns a ValueError into a ConfigError: as it is, or as the reason why a rule does not hold."""
+    """Turns a ValueError into a ConfigError with the same message, which follows ``rule`` if one is given."""
     try:
         yield
     except ValueError as error:
@@ -32,8 +32,8 @@ def refusing(rule: str = "", say: Callable[[str], str] = str) -> Iterator[None]:
 def without_torch() -> Iterator[None]:
     """Lets the tables of a configuration be imported without torch, which takes seconds.
 
-    Torchtitan's tables import it for methods that are not used here. Unless it has been imported
-    already, empty modules stand in for it until the end of the block.
+    Torchtitan's tables import torch for methods that are not used here. Unless they or torch have been
+    imported already, empty modules stand in for both until the end of the block.
     """
     if "torch" in sys.modules or "torchtitan.config" in sys.modules:
         yield

@@ -46,7 +46,7 @@ Override = tuple[tuple[str, ...], Any]
 
 
 def read_arguments(cls: type, args: list[str]) -> tuple[list[Override], list[str]]:
-    """Returns values for settings of ``cls`` in their order, and a sentence on each that does not fit."""
+    """Returns the values that arguments give to settings of ``cls``, and a sentence on each wrong argument."""
     found, wrong = list[Override](), list[str]()
     for option, words in _split(args):
         try:
@@ -183,7 +183,7 @@ def _data(text: str) -> Any:
 
 
 def _converted(path: tuple[str, ...], annotation: Any, value: Any) -> Iterator[Override]:
-    """Yields a value in the type of its setting; of a table, each value that is given."""
+    """Yields a value, converted to the type of its setting; for a table, each value in it."""
     if (row := row_type(annotation)) and isinstance(value, dict):
         yield path, {}
         for name, of_row in value.items():

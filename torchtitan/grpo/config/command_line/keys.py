@@ -31,9 +31,9 @@ def settings(cls: type) -> dict[str, Any]:
 def unknown_keys(
     cls: type, data: dict[str, Any], prefix: str = "", known: Any = None
 ) -> Iterator[str]:
-    """Yields a sentence for each key that no table has, with the nearest key.
+    """Yields a sentence for each unknown key, which suggests what to use instead.
 
-    ``cls`` is the table of ``data`` with the name ``prefix``; ``known`` are all settings.
+    ``cls`` is the type of the table ``data``, whose keys begin with ``prefix``; ``known`` has all settings.
     """
     known = known or settings(cls)
     table = {f.name: f.type for f in fields(cls)}
@@ -60,7 +60,7 @@ def row_type(kind: Any) -> type | None:
 
 
 def _nested_answers(key: str, value: Any, known: Collection[str]) -> list[tuple[str, str]]:
-    """Returns an unknown key, or all keys in an unknown table if any has an answer, with the answers."""
+    """Returns an unknown key, or the keys in an unknown table if any has an answer, each with its answer."""
     own = answer_to(key)
     tables = {k.partition(".")[0] for k in known}
     is_misspelt = difflib.get_close_matches(key, tables, n=1) and not own
@@ -116,7 +116,7 @@ def answer_to(key: str) -> str:
 
 
 def answer_to_value(key: str, value: object) -> str:
-    """Returns the answer to another project's name for a value of a setting; mostly empty."""
+    """Returns what to use in place of another project's value of a setting; empty if unknown."""
     word = str(value).lower().replace("-", "_")
     answer = other_names()["values"].get(key, {}).get(word, "")
     return f'It is called "{answer}" here.' if answer and " " not in answer else answer

@@ -37,7 +37,7 @@ def read_config(args: list[str]) -> JobConfig:
 
 
 def _refuse_secrets(overrides: list[Override]) -> None:
-    """Refuses keys on the command line, which `ps` shows and trackers of runs keep."""
+    """Refuses API keys on the command line, because `ps` shows them and experiment trackers keep them."""
     for path, _ in overrides:
         if variable := _KEY_VARIABLES.get(path[:2]):
             raise ConfigError(
@@ -48,7 +48,7 @@ def _refuse_secrets(overrides: list[Override]) -> None:
 
 
 def _last_value(args: list[str], key: str) -> str | None:
-    """Returns the value of an argument before all of them are read; None if it is not there."""
+    """Returns the last value given for a setting, without parsing other arguments; None if there is none."""
     found = None
     for arg, following in zip(args, [*args[1:], None], strict=False):
         option, equals, value = arg.partition("=")
@@ -77,7 +77,7 @@ def _read_toml(path: str | None) -> dict[str, Any]:
 
 
 def _put(data: dict[str, Any], override: Override) -> None:
-    """Sets a value in the data of a TOML file. A part that should be a table becomes one."""
+    """Sets a value in the data of a TOML file. Whatever stands in place of a table on its path is replaced."""
     (*tables, name), value = override
     for table in tables:
         inner = data.get(table)
