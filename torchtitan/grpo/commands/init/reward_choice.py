@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Chooses the reward: a built-in one that knows the data's own right answers from wrong ones."""
+"""Chooses the reward: a built-in one if it tells the right answers in the data from wrong ones."""
 
 import re
 import statistics
@@ -63,7 +63,7 @@ def opens_answer(columns: Columns) -> bool:
 
 
 def say_form(columns: Columns) -> bool:
-    """Whether prompts say already where the answer is to be."""
+    """Whether prompts already say in which form the answer must be marked."""
     parts = ([t] if isinstance(t, str) else [m["content"] or "" for m in t] for t in columns.texts)
     num_said = sum(_MARKS.search("\n".join(contents)) is not None for contents in parts)
     return 2 * num_said >= len(columns.texts)
@@ -77,14 +77,14 @@ def ask_briefly(columns: Columns) -> bool:
 
 
 def are_results(columns: Columns) -> bool:
-    """Whether right answers are final results, without the way to them."""
+    """Whether right answers are only final results, without the reasoning."""
     golds = [found[0] for found in columns.answers if found]
     extra = [len(gold) - len(read_expected(gold)) for gold in golds]
     return bool(golds) and statistics.median(extra) <= _LEAD_IN
 
 
 def choose_reward(columns: Columns, *, has_template: bool) -> RewardChoice:
-    """Tries the built-in rewards on the answers of the first rows, the most telling form first."""
+    """Tries the built-in rewards on the answers of the first rows; the most specific form is tried first."""
     if columns.answer is None:
         return _none("no column is known to hold right answers")
     answers = columns.answers
@@ -124,7 +124,7 @@ def _none(reason: str) -> RewardChoice:
 def _judged(
     function: str, completions: list[str], answers: list[list[str]], form: Form
 ) -> RewardChoice | None:
-    """Returns the choice if right answers earn 1.0, and those of other rows do not."""
+    """Returns the choice of a reward if a row's right answer earns 1.0 there, and not in another row."""
     hits = _num_right(function, completions, answers)
     others = [*answers[1:], answers[0]]
     wrong = [
