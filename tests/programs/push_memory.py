@@ -20,14 +20,14 @@ ROLLUP = Path("/proc/self/smaps_rollup")
 def held_bytes() -> int:
     """Returns the data that this process holds, with shared memory divided among those who map it.
 
-    Pages of files, such as libraries, are left out: this process's part of them rises whenever
-    any other process on the machine that maps them ends.
+    Pages of files, such as libraries, are left out, and pages that the process got when it was forked count
+    whole: its part of them rises whenever another process that maps them ends.
     """
     dist.barrier()
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # freed memory that would be used again does not count
     rollup = dict(line.split(":") for line in ROLLUP.read_text().splitlines()[1:])
-    found = 1024 * sum(int(rollup[name].split()[0]) for name in ("Pss_Anon", "Pss_Shmem"))
+    found = 1024 * sum(int(rollup[name].split()[0]) for name in ("Anonymous", "Pss_Shmem"))
     dist.barrier()
     return found
 
