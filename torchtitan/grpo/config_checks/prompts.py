@@ -34,7 +34,7 @@ def check_prompts(config: JobConfig) -> None:
     )
     require(
         bool(prompts.path or prompts.paths),
-        "prompts.path must name the prompts, or prompts.paths several sets of them, got nothing.",
+        "prompts.path must name a set of prompts, or prompts.paths several sets; got neither.",
     )
     _check_paths(prompts.paths)
     _check_weights(prompts)

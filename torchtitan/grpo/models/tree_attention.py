@@ -129,13 +129,14 @@ def attend_to_tree(
     sizes: torch.Tensor,
     scale: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attends to a token's own span and to the contexts above it.
+    """Lets each token attend causally to its own span, and to the whole of each context above that span.
 
     Args:
         q: [tokens, heads, head_dim].
-        k: [tokens, kv_heads, head_dim], as ``v``.
+        k: [tokens, kv_heads, head_dim].
+        v: The same.
         borders: [spans + 1 or more] int32, where spans begin in the rows laid end to end.
-        longest: At least the number of tokens of each span.
+        longest: An upper bound of the number of tokens in a span.
         levels: The tensors of :class:`Level`, one level after the other.
         sizes: As in :class:`Levels`.
 

@@ -59,7 +59,7 @@ EQUAL = Cause(
 )
 UNRATED = Cause("got no rating from a teacher", "Check the servers of teacher.urls.")
 EXPIRED = Cause(
-    "had tokens of weights older than those that their server was attested to serve",
+    "had tokens that were written with older weights than the server had confirmed",
     "Check whether a server is restarted again and again.",
 )
 OVERDUE = Cause(

@@ -41,7 +41,8 @@ class Launch(msgspec.Struct):
 
 
 def launch_id() -> str | None:
-    """Returns an id of this launch: the scheduler's or torchrun's, or else the agent's folder of ranks.
+    """Returns an id of this launch: that of the scheduler or of torchrun, or else one of the folder in
+    which torchrun's agent keeps files of its ranks.
 
     None without a launcher.
     """

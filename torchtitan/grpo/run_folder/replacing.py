@@ -137,7 +137,7 @@ def _restore(aside: Path, root: Path) -> None:
 
 
 def _elsewhere(aside: Path) -> Iterator[tuple[Path, Path]]:
-    """Yields new and old places of an earlier run's parts on other file systems."""
+    """Yields, for each part of an earlier run on another file system, its new path and its original one."""
     file = aside / _ELSEWHERE
     try:
         places = msgspec.json.decode(file.read_bytes(), type=dict[str, str])

@@ -15,7 +15,7 @@ def is_adapter(name: str) -> bool:
 
 
 def target_of(name: str) -> str:
-    """Returns the weight that an adapter's parameter changes, and other names as they are."""
+    """Returns the name of the weight that an adapter's parameter changes, and any other name unchanged."""
     for factor in FACTORS:
         if name.endswith(factor):
             return name.removesuffix(factor) + ".weight"

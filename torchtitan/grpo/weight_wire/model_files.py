@@ -122,7 +122,11 @@ class WeightFiles:
         }
 
     def stored(self, name: str, shape: Sequence[int] | None = None) -> Stored:
-        """Finds a tensor; ModelError if missing, ambiguous, of no plain dtype, or of another shape."""
+        """Finds a tensor.
+
+        Raises ModelError if it is missing or ambiguous, if its dtype is not a plain one, or if it has
+        another shape than ``shape``.
+        """
         found = self._found.get(name)
         if not found:
             self.refuse_missing(name)
@@ -132,9 +136,8 @@ class WeightFiles:
             files = " and ".join(each.file.name for each in found)
             why = f"no {INDEX_FILE} decides between them"
             if name in self._indexed:
-                why = (
-                    f"loaders take another one than {INDEX_FILE} names, {self._indexed[name].name}"
-                )
+                named = self._indexed[name].name
+                why = f"{INDEX_FILE} names {named}, but loaders read it from the other file"
             raise ModelError(
                 f"{self.setting} ({self.path}) must hold each tensor once, but {name} is in {files}, and "
                 f"{why}. Remove the file that does not belong to the model, or download it again."

@@ -47,7 +47,10 @@ class WeightsAbsent(ModelError):
 
 
 def read_json(file: Path, setting: str) -> dict[str, Any]:
-    """Reads UTF-8 or UTF-16, perhaps with a byte-order mark; ``setting`` names the folder."""
+    """Reads a JSON file in UTF-8 or UTF-16, with or without a byte-order mark.
+
+    ``setting`` is the configuration key that gave the folder; errors name it.
+    """
     try:
         check_folder(file.parent)
         content = json.loads(read_regular(file))

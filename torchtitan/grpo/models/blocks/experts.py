@@ -61,7 +61,7 @@ class Groups:
 
 
 class _Spread(torch.autograd.Function):
-    """Copies rows to their places. What lies in padding, also of a gradient, is not read."""
+    """Copies rows to their places. Padding rows are never read, neither in the output nor in its gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, groups: Groups, copies: int) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
