@@ -118,7 +118,7 @@ class Rig:
         async def checksums(version: int) -> dict[str, int]:
             return {name: tensor_checksum(tensor) for name, tensor in self.new.items()}
 
-        limits, sent = tolerances_of(BFLOAT16, 0.0), SentTensors("bfloat16", checksums)
+        limits, sent = tolerances_of(BFLOAT16), SentTensors("bfloat16", checksums)
         common = Attestation(
             1, self.trainer.tokens, self.probes, limits, 30.0, sent if exact else None
         )
