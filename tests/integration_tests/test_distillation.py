@@ -58,7 +58,7 @@ def test_a_teacher_killed_and_restarted_in_mid_run_loses_nothing(make_run, serve
     reader = RecordReader(str(record), None, None, "rollout.record")
     rollouts = [r for _, batch in reader for group in batch.groups for r in group.rollouts]
     assert all(r.teacher_logprobs is not None for r in rollouts)
-    assert all(len(r.teacher_logprobs) == len(r.completion_ids) for r in rollouts)
+    assert all(len(r.teacher_logprobs) == len(r.token_ids) for r in rollouts)
     # The replay learns the same from the ratings in the file, without a teacher.
     replay = make_run(*options, f"--rollout.replay={record}", name="replay").succeed()
     for mine, theirs in zip(replay.metrics, run.metrics, strict=True):

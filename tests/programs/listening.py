@@ -40,7 +40,7 @@ def listening(processes: Iterable[psutil.Process]) -> set[tuple[str, str]]:
     found = set()
     for process in processes:
         with contextlib.suppress(psutil.Error):
-            command = " ".join(process.cmdline())[:200]
+            command = " ".join(process.cmdline())[:500]
             for connection in process.net_connections("tcp"):
                 if connection.status == psutil.CONN_LISTEN:
                     found.add((command, connection.laddr.ip))
