@@ -25,6 +25,9 @@ _ATTENTION = ("flash_attention", "efficient_attention", "cudnn_attention",
 
 def saved_operations() -> set[Any]:
     """Returns operations whose results checkpointing by operation keeps; of ``mm``, every second one."""
+    # Registers its operation. Not above: it imports the compiler.
+    import torch.nn.attention.varlen
+
     aten, ours = torch.ops.aten, torch.ops.torchtitan_grpo
     return {
         _mm,
