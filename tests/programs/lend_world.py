@@ -7,8 +7,8 @@ import math
 import random
 from dataclasses import dataclass, field
 
+from torchtitan.grpo.rollout.fading_mean import FadingMean
 from torchtitan.grpo.rollout.lending.scheduler import Decision, LendScheduler, Lent, Moment
-from torchtitan.grpo.rollout.serving.speed_fit import FadingMean
 
 TICK = 0.1
 

@@ -21,6 +21,8 @@ from torchtitan.grpo.inference.kinds import KINDS
 from torchtitan.grpo.inference.urls import checked_urls, named_urls
 from torchtitan.grpo.models.hub import is_hub_name
 
+_CRITIC = 'grpo.advantage = "gae"'
+
 
 def check_comparisons(config: JobConfig) -> None:
     grpo, longest = config.grpo, config.rollout.max_new_tokens
@@ -194,9 +196,6 @@ def check_supervised(config: JobConfig) -> None:
     )
 
 
-_SETTING = 'grpo.advantage = "gae"'
-
-
 def check_critic(config: JobConfig) -> None:
     """Also forbids settings for advantages that are relative to a group, or equal for a whole sequence."""
     if not config.has_critic:
@@ -204,11 +203,11 @@ def check_critic(config: JobConfig) -> None:
     grpo, optimizer, teacher = config.grpo, config.optimizer, config.teacher
     require(
         config.sft.path is None and config.has_rewards,
-        f"{_SETTING} needs rewards to estimate, and "
+        f"{_CRITIC} needs rewards to estimate, and "
         f"{'sft.path' if config.sft.path else 'teacher.urls without reward.functions'} gives none. "
         "Choose another grpo.advantage.",
     )
-    with_critic = functools.partial(forbid, _SETTING)
+    with_critic = functools.partial(forbid, _CRITIC)
     with_critic(
         {"lora.rank above 0": config.lora.rank > 0},
         "adapters save the memory of a model's optimizer states, and the critic, all of whose weights are "

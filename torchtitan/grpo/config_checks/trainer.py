@@ -24,6 +24,8 @@ from torchtitan.grpo.system.network import is_loopback
 if TYPE_CHECKING:
     from torchtitan.grpo.models.hf_config import HFModel
 
+_ACTING = ("skip", "stop")  # what a guard does to the run
+
 
 def check_checkpoints(config: JobConfig) -> None:
     if not config.checkpoint.enable:
@@ -166,9 +168,6 @@ def check_profiling(config: JobConfig) -> None:
             "profiling.enable_memory_snapshot needs a GPU, because torch records the memory of GPUs "
             "alone, and none is visible. Remove it; profiling.enable_profiling works on a CPU.",
         )
-
-
-_ACTING = ("skip", "stop")
 
 
 def check_guards(config: JobConfig) -> None:

@@ -26,9 +26,8 @@ from torchtitan.grpo.losses.advantages import (
     informative_samples,
     num_equal_groups,
     shape_rewards,
-    token_weights,
-    weight_mass,
 )
+from torchtitan.grpo.losses.aggregation import token_weights, weight_mass
 from torchtitan.grpo.types import Rollout, RolloutGroup
 
 

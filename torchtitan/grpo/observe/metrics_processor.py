@@ -36,7 +36,7 @@ from torchtitan.grpo.observe.trackers import log_samples, open_trackers, wandb_p
 from torchtitan.grpo.rollout.link import RolloutLink
 from torchtitan.grpo.rollout.results import EvaluationResult
 from torchtitan.grpo.system import strict_json
-from torchtitan.grpo.system.device import take_peak_gib
+from torchtitan.grpo.system.device import count_allocation_retries, take_peak_gib
 from torchtitan.grpo.system.logs import logger
 from torchtitan.grpo.system.monitoring.site import Health, MonitorSite, MonitorThread
 
@@ -62,6 +62,7 @@ class GRPOMetricsProcessor:
         self.monitor = RankMonitor(job_config)
         self._equal_rewards = EqualRewardsWatch(job_config)
         self._is_chat: bool | None = None
+        self._num_retries = 0
 
     def start(self, step: int) -> None:
         """Opens the files. A resumed run continues the files of the run before it."""
@@ -93,6 +94,13 @@ class GRPOMetricsProcessor:
         if self._progress is None:
             return
         metrics = metrics | {"memory/peak_gib": take_peak_gib()}
+        if (retries := count_allocation_retries()) > self._num_retries:
+            logger.warning(
+                f"The GPU's memory ran out {retries - self._num_retries} times in step {step}, and the "
+                "allocator freed what it kept, which costs time. Lower training.local_batch_size, or set "
+                'activation_checkpoint.mode = "full".'
+            )
+            self._num_retries = retries
         self.monitor.latest = {**self.monitor.latest, **metrics}
         digits = {key: float(f"{value:.7g}") for key, value in metrics.items()}
         self.steps.add({"step": step, **digits})

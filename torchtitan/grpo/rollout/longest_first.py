@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from torchtitan.grpo.rollout.serving.speed_fit import FadingMean
+from torchtitan.grpo.rollout.fading_mean import FadingMean
 from torchtitan.grpo.types import Prompt
 
 _BUCKETS = 96

@@ -60,6 +60,11 @@ def settle_device() -> DeviceType:
     return "cpu"
 
 
+def count_allocation_retries() -> int:
+    """Returns how often this rank's GPU had no memory left, so that cached blocks were freed; 0 on a CPU."""
+    return torch.cuda.memory_stats().get("num_alloc_retries", 0) if torch.cuda.is_available() else 0
+
+
 def take_peak_gib() -> float:
     """Returns the peak of the memory reserved on this rank's GPU since the last call, in GiB.
 

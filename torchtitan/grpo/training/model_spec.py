@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Lets torchtitan's Trainer build the model of a Hugging Face directory, and checks its weights."""
+"""How a rank builds the model of a Hugging Face directory, alone or beside another, and checks its weights."""
 
 import copy
 from collections.abc import Callable

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from torchtitan.grpo.config import GRPO
-from torchtitan.grpo.losses.advantages import token_weights
+from torchtitan.grpo.losses.aggregation import token_weights
 from torchtitan.grpo.losses.distillation import TopLogprobs
 from torchtitan.grpo.losses.loss_metrics import Metric, MetricTotals
 from torchtitan.grpo.losses.objective import (

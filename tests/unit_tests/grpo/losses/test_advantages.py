@@ -11,8 +11,8 @@ from torchtitan.grpo.losses.advantages import (
     informative_samples,
     num_equal_groups,
     shape_rewards,
-    token_weights,
 )
+from torchtitan.grpo.losses.aggregation import token_weights
 
 # Groups out of order: 7 has rewards 1, 3 (mean 2), 3 has 0, 0, 3 (mean 1).
 REWARDS = np.array([1.0, 0.0, 3.0, 0.0, 3.0])

@@ -1,7 +1,11 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""``torchtitan-grpo init MODEL DATA``: writes a TOML file for them, and checks it as ``train`` would."""
+"""``torchtitan-grpo init MODEL DATA``: writes a TOML file for them, and checks it as ``train`` would.
+
+The modules beside this one, in reading order: `columns` (of prompts and answers), `reward_choice`,
+`prompt_form` (what the model sees), `settings` (values from lengths and machine), `toml_file` (the text).
+"""
 
 import argparse
 import json

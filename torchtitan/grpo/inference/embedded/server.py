@@ -1,7 +1,10 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The HTTP routes, with the names and shapes of SGLang's.
+"""The HTTP routes of the embedded server, with the names and shapes of SGLang's.
+
+It decodes by continuous batching over Hugging Face transformers: begin with request.py and step_layout.py,
+and go on with model.py (one step) and engine.py (all steps).
 
 The event loop never waits for the model or for a trainer. The engine's thread reports the end of
 generations, and blocking operations (joining a group, committing, reading a checkpoint) run on

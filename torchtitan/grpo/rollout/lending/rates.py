@@ -10,8 +10,8 @@ other servers back while it trains.
 
 from collections.abc import Callable, Collection
 
+from torchtitan.grpo.rollout.fading_mean import FadingMean
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher, Server
-from torchtitan.grpo.rollout.serving.speed_fit import FadingMean
 
 _FADE = 0.8  # each step counts so many times as much as the one after it
 

@@ -57,7 +57,7 @@ import math
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from torchtitan.grpo.rollout.serving.speed_fit import FadingMean
+from torchtitan.grpo.rollout.fading_mean import FadingMean
 
 # The last five lendings count for two thirds.
 _FADE = 0.8

@@ -1,28 +1,13 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Fading means of measured values, and a fit of measured durations as sums of costs."""
+"""A fit of measured durations as sums of costs."""
 
 from collections.abc import Sequence
 
 import numpy as np
 
 _FEWEST = 16
-
-
-class FadingMean:
-    """A mean in which each value counts ``fade`` times as much as the value after it."""
-
-    def __init__(self, fade: float) -> None:
-        self.value = 0.0
-        self.gain = 1.0
-        self._fade = fade
-        self._weight = 0.0
-
-    def add(self, value: float) -> None:
-        self._weight = self._fade * self._weight + 1.0
-        self.gain = 1.0 / self._weight
-        self.value += self.gain * (value - self.value)
 
 
 class SpeedFit:
