@@ -13,7 +13,7 @@ __all__ = ["Run", "RunError", "run"]
 
 
 def __getattr__(name: str) -> Any:
-    """Imports what is public when it is asked for: every process of a run imports this package."""
+    """Imports a public name only at its first use, because every process of a run imports this package."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from torchtitan.grpo.start import from_python

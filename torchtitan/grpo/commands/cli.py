@@ -83,7 +83,7 @@ def sft(arguments: list[str]) -> int:
 
 
 def check_config(arguments: list[str]) -> int:
-    """Prints a run's inputs and layout; the exit status is 2 if it would be refused."""
+    """Prints a run's inputs and layout; the exit status is 2 if the run would be refused."""
     with without_torch():
         from torchtitan.grpo.start.train import SETTINGS_FLAG, as_trained
     with as_trained([word for word in arguments if word != SETTINGS_FLAG]) as rest:

@@ -72,7 +72,7 @@ _TABLE_COLUMNS = 1000
 class Subject:
     """The weights that are evaluated.
 
-    ``model`` describes their directory; if servers already have the weights, it only gives the tokenizer.
+    ``model`` describes their directory, or gives only the tokenizer if servers already have the weights.
     """
 
     model: HFModel
@@ -140,7 +140,7 @@ def _evaluate(config: JobConfig, given: argparse.Namespace, subject: Subject, fo
 
 
 def print_table(result: EvaluationResult) -> None:
-    """Prints the figures at full width; rich would cut words on a narrow terminal and in a file."""
+    """Prints the scores at full width; by default rich cuts words on a narrow terminal and in a file."""
     ks = sorted({k for of_set in result.sets for k in of_set.pass_at})
     table = Table(box=None, pad_edge=False)
     table.add_column("set")
@@ -190,7 +190,7 @@ def _check(config: JobConfig, given: argparse.Namespace) -> None:
 
 
 def _named(config: JobConfig, given: argparse.Namespace) -> tuple[HFModel, str]:
-    """Returns the model that is evaluated, and the name of the folder for its results."""
+    """Returns the model named by ``--model`` or the configuration, and the folder name of its results."""
     if given.model:
         config.model.hf_assets_path = given.model
     for note in locate_models(config):
@@ -279,7 +279,7 @@ def _record(
 
 
 def find_checkpoint(config: JobConfig, named: str) -> Path:
-    """Returns the folder of an undamaged checkpoint; ``named`` is ``newest``, a step, or a folder."""
+    """Returns a checkpoint's folder, checked for damage; ``named`` is ``newest``, a step, or a folder."""
     folder = Path(config.job.dump_folder) / config.checkpoint.folder
     if named == "newest" or named.isdecimal():
         steps = whole_steps(folder)
@@ -308,7 +308,7 @@ def find_checkpoint(config: JobConfig, named: str) -> Path:
 def export_checkpoint(config: JobConfig, model: HFModel, folder: Path, target: Path) -> None:
     """Writes a checkpoint's model as a Hugging Face directory, in ``export_dtype``.
 
-    The model must fit into host memory. ``model`` gives config and tokenizer; its arguments are changed.
+    The model must fit into host memory. ``model`` gives config and tokenizer; its arguments are modified.
     """
     dtype = TORCH_DTYPE_MAP[config.checkpoint.export_dtype]
     built, adapter_of = build_without_memory(config, model)

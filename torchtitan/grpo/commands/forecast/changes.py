@@ -39,7 +39,7 @@ def check(config: JobConfig) -> None:
 
 
 def split_of(config: JobConfig, num_ranks: int, registered: int = 1) -> Split:
-    """Returns the run's split; ``registered`` counts its servers if the configuration does not."""
+    """Returns the run's split. ``registered`` is the number of servers if the configuration names none."""
     lent = count_servers(lent_groups(config))
     number = count_servers(server_groups(config)) or len(named_urls(config.inference))
     return Split(num_ranks, (number or registered) - lent, lent)
@@ -47,7 +47,7 @@ def split_of(config: JobConfig, num_ranks: int, registered: int = 1) -> Split:
 
 @dataclass(frozen=True)
 class Change:
-    """``settings`` are by TOML key, or ``nproc``. ``more`` says what else changes, and ``note`` the price."""
+    """A change of ``settings`` (by TOML key, or ``nproc``). ``more`` names other changes, ``note`` its price."""
 
     settings: Mapping[str, Any]
     split: Split
@@ -64,7 +64,7 @@ class Change:
 
     @property
     def words(self) -> list[str]:
-        """The settings as words of a command line."""
+        """The settings as command-line arguments."""
         lists = {k: ",".join(v) for k, v in self.settings.items() if isinstance(v, list)}
         texts = {k: json.dumps(v, allow_nan=False) for k, v in self.settings.items()} | lists
         return [f"--{key}={text}" for key, text in texts.items()]
@@ -73,7 +73,7 @@ class Change:
 def allowed(
     plan: Plan, read: Callable[[Sequence[str]], JobConfig], found: Iterable[Change]
 ) -> Iterator[tuple[Change, System]]:
-    """Yields the changes that pass the checks, with their systems. ``read`` adds words to the command line."""
+    """Yields the changes that pass the checks, and their systems. ``read`` reads the run with more arguments."""
     for change in found:
         config = read(change.words)
         try:
@@ -85,7 +85,7 @@ def allowed(
 
 
 def decides(config: JobConfig, split: Split) -> bool:
-    """Whether the run would launch exactly the servers of the split, or leaves launching to the user."""
+    """Whether the run would launch exactly the servers of the split, or launches none itself."""
     return not config.inference.launch or split_of(config, split.num_ranks) == split
 
 
@@ -106,7 +106,7 @@ def changes(plan: Plan, config: JobConfig) -> Iterator[Change]:
 
 
 def lendings(plan: Plan, config: JobConfig, split: Split) -> Iterator[Change]:
-    """Yields two ways to lend: all devices train and are lent, or more servers use those of training."""
+    """Yields two ways to lend: all devices train and are lent, or more servers run on the training devices."""
     if not config.inference.launch:
         return  # servers that the run has not started cannot be lent
     ranks = replace(plan, split=split).num_devices // plan.unit * plan.unit
@@ -119,9 +119,9 @@ def lendings(plan: Plan, config: JobConfig, split: Split) -> Iterator[Change]:
 
 
 def moved(plan: Plan, config: JobConfig, split: Split) -> Change:
-    """Returns the settings that divide the devices between ranks and servers in this way.
+    """Returns the settings that change the run's split of the devices to ``split``.
 
-    Parts of the division that no setting can change are left out.
+    Parts of the split that no setting can change are left out.
     """
     settings = dict(_server_settings(config, split))
     if split.num_ranks != plan.split.num_ranks:
@@ -136,7 +136,7 @@ def moved(plan: Plan, config: JobConfig, split: Split) -> Change:
 
 
 def _server_settings(config: JobConfig, split: Split) -> Iterator[tuple[str, Any]]:
-    """Yields settings that give these servers, if changing at most one table of ``[cluster]`` is enough."""
+    """Yields settings that launch the servers of ``split``, changing at most one table of ``[cluster]``."""
     inference, own = config.inference, [g for g in server_groups(config) if not g.is_lent]
     if not inference.launch:
         return
@@ -167,5 +167,5 @@ def compare(found: Iterable[tuple[Change, System]], before: Spread) -> list[_Row
 
 
 def recommended(rows: Iterable[_Row]) -> _Row | None:
-    """Returns the first change that gains more than a little even if twice the error is subtracted."""
+    """Returns the first change whose gain, less twice its standard error, exceeds 1 %, or None."""
     return next((row for row in rows if row[1] - 2 * row[2] > 1 + _LEAST_GAIN), None)

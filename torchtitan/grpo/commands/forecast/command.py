@@ -97,7 +97,7 @@ def _between(kind: type[int | float], least: float, most: float) -> Callable[[st
 
 @dataclass(frozen=True)
 class _Given:
-    """What the plan is made from. ``read`` adds words to the command line, ``model`` is a ``config.json``."""
+    """The plan's input. ``read`` reads the run with more arguments; ``model`` is a parsed ``config.json``."""
 
     config: JobConfig
     read: Callable[[Sequence[str]], JobConfig]
@@ -199,7 +199,7 @@ def _lines(facts: _Given) -> Iterator[str]:
 
 
 def _make_plan(facts: _Given) -> Plan:
-    """Takes measured or calculated costs, and scales them from the devices that they hold for to the run's."""
+    """Takes costs measured or calculated for some number of devices, and scales them to the run's devices."""
     config, measured, split = facts.config, facts.measured, facts.split
     rollout, limit, unit = config.rollout, config.rollout.max_new_tokens, ranks_of_layout(config)[0]
     if measured is not None:

@@ -65,7 +65,7 @@ def computed_costs(
 ) -> Costs:
     """Returns costs for a ``config.json``; ``context_tokens`` is the mean length of a running sequence.
 
-    They hold for at most as many servers as ranks: with more servers, sending weights takes longer.
+    The costs hold for at most as many servers as ranks: with more servers, sending weights takes longer.
     """
     cost, num_bytes = flops_cost(model), weight_bytes(model)
     read = server_devices * device.memory_rate * MEMORY_PART

@@ -15,7 +15,7 @@ from torchtitan.grpo.rollout.lending.scheduler import Decision, LendScheduler, L
 
 
 class LendingSimulation(Simulation):
-    """Asks the scheduler before each event; waking and sleeping take the times in the system's costs."""
+    """A simulation that asks the scheduler before each event whether to lend or to take back devices."""
 
     def __init__(self, system: System, seed: int) -> None:
         super().__init__(system, seed)
@@ -68,7 +68,7 @@ class LendingSimulation(Simulation):
         self.start_groups()
 
     def _cut(self) -> None:
-        """Interrupts lent servers; their requests go on at others, or once the lent ones are awake again."""
+        """Interrupts lent servers. Other servers continue their requests, or the same ones once awake again."""
         for server in self._lent:
             server.advance(self.now)
             self.homeless += server.cut()

@@ -36,11 +36,11 @@ _PROPORTIONAL = "depends on its tokens: all of it is taken as proportional to th
 
 @dataclass(frozen=True)
 class Measured:
-    """``num_ranks`` and ``num_servers`` are those with which ``costs`` were measured.
+    """What was measured in a run with ``num_ranks`` ranks and ``num_servers`` servers.
 
-    ``waited`` is the fraction of time in which training waited for rollouts, and ``waits`` those in which
-    rollouts waited for rewards and for episodes. ``assumed`` names the costs of lending that the run did
-    not measure, and ``doubts`` says in sentences what else it did not measure.
+    ``waited`` is the fraction of time in which training waited for rollouts. ``waits`` holds the fractions
+    in which rollouts waited for rewards and for episodes. ``assumed`` names the costs of lending that the
+    run did not measure, and ``doubts`` says in sentences what else it did not measure.
     """
 
     config: JobConfig
@@ -59,7 +59,7 @@ class Measured:
 
 
 def read_run(folder: Path) -> Measured:
-    """Reads what a run measured. Raises ConfigError if the folder holds no run, or one that is too short."""
+    """Reads the measurements of a run; raises ConfigError if the folder holds no run, or too short a run."""
     files = (folder / STARTS_FOLDER).glob("[0-9]*/config.toml")
     start = max(files, key=lambda file: int(file.parent.name), default=None)
     if start is None:
@@ -128,9 +128,9 @@ def _costs(
 
 
 def _loans(records: Sequence[Step]) -> dict[str, float]:
-    """Median seconds of each action for lending devices that the run has taken.
+    """Median seconds of each phase of lending devices (making room, waking, sleeping) that the run measured.
 
-    A metric is 0 in steps without a loan; waking also is if the batch was complete before servers woke.
+    The metrics are 0 in steps without a loan, and waking also if the batch was complete before it ended.
     """
     found = {}
     lent = [record for record in records if record.get("lend/wakes")]
@@ -156,7 +156,7 @@ def _median(records: Sequence[Step], key: str, default: float = 0.0) -> float:
 
 
 def _servers(record: Step, folder: Path) -> np.ndarray:
-    """Number of completions and three fitted costs of each server with enough completions, [servers, 4]."""
+    """[servers, 4]: completions and three fitted costs of each server that completed enough for a fit."""
     last = f"/{COMPLETIONS_METRIC}"
     names = [k.removesuffix(last) for k in record if k.startswith("servers/") and k.endswith(last)]
     if not names:
@@ -175,7 +175,7 @@ def _tokens(record: Step) -> float:
 
 
 def _training(records: Sequence[Step], waiting: Sequence[str]) -> tuple[float, float, bool]:
-    """Fits training time: fixed seconds of a step, seconds of a token, and whether they can be told apart.
+    """Fits seconds per step and per token to training time, and returns whether the two can be told apart.
 
     They cannot if batches have nearly the same size. Then all of the time is taken as proportional to tokens.
     """
@@ -197,7 +197,7 @@ def _training(records: Sequence[Step], waiting: Sequence[str]) -> tuple[float, f
 
 
 def _lengths(folder: Path, config: JobConfig, records: Sequence[Step]) -> Lengths:
-    """Takes the shape of lengths from the logged samples, but their mean and the truncated part from all."""
+    """Estimates completion lengths: their shape from logged samples, mean and truncated part from all."""
     limit, mean = config.rollout.max_new_tokens, _mean(records, _TOKENS)
     lengths = (
         sum(end - start for _, start, end in sample["versions"])

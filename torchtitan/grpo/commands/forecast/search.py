@@ -55,7 +55,7 @@ class Split:
 class Plan:
     """A system with ``split.num_ranks`` ranks. A server takes ``server_devices`` devices.
 
-    The layout allows multiples of ``unit`` ranks. With ``row_tokens`` tokens of a batch, a unit is busy.
+    The number of ranks must be a multiple of ``unit``. Each unit trains on ``row_tokens`` tokens at a time.
     """
 
     system: System
@@ -74,7 +74,7 @@ class Plan:
         return self.unit + self.server_devices
 
     def on(self, split: Split) -> System:
-        """The system on other devices, with as many completions in flight for each server as before.
+        """The system with another split, and with as many completions in flight for each server as before.
 
         Communication is ignored: with twice the ranks, training takes half as long for each token, as long as
         each unit of ranks has a row. Sending weights takes time in proportion to the servers for each rank.
@@ -134,8 +134,8 @@ def spread(system: System, seeds: int) -> Spread:
 def best_split(plan: Plan, num_devices: int, enough: float = math.inf) -> tuple[Split, float]:
     """Returns the split of the devices with the most samples per second, and that rate.
 
-    A few splits are all tried. Of many, some over the whole range are tried first, and then more around the
-    best one, until a rate reaches ``enough``.
+    If there are many splits, some over the whole range are tried first, and then more around the best
+    one, until a rate reaches ``enough``.
     """
     splits = _splits(plan, num_devices)
     known: dict[int, float] = {}
@@ -156,7 +156,7 @@ def best_split(plan: Plan, num_devices: int, enough: float = math.inf) -> tuple[
 
 
 def smallest_split(plan: Plan, num_devices: int) -> tuple[Split, float]:
-    """Like :func:`best_split`, but halves the number of devices as long as that is nearly as fast."""
+    """Like :func:`best_split`, but halves the number of devices as long as the run stays nearly as fast."""
     found = best_split(plan, num_devices)
     enough = (1 - TOLERANCE) * found[1]
     while (num_devices := num_devices // 2) >= plan.fewest_devices:

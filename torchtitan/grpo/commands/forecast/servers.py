@@ -22,8 +22,8 @@ class Completion:
 class SimulatedServer:
     """A server with the attributes that ``best_server`` reads.
 
-    Its clock counts the tokens that a completion running since the start would have. Between two events all
-    decoding steps take equally long, so the clock is moved only when completions start and end.
+    The server's clock counts its decoding steps. Between two events all steps take equally long, so
+    the clock is advanced only when completions start and end.
     """
 
     def __init__(self, system: System, is_lent: bool) -> None:

@@ -32,11 +32,11 @@ _GRID = 1024  # quantiles of a distribution
 class Costs:
     """Times in seconds, on the devices of a :class:`System`.
 
-    A completion of T tokens beside which others run takes ``request + T * (token + running * beside)``,
-    where ``running`` counts the completion itself. ``prefill`` is the time for a token of a prompt, and
-    ``reward`` that from the end of a group to its rewards, however many are scored at once. ``push`` lasts
-    from the end of a step until servers are attested to have the new weights; its part ``transfer`` grows
-    with the number of servers. ``room`` lasts until training has freed its memory for a lent server.
+    A completion of T tokens takes ``request + T * (token + running * beside)``, where ``running`` counts
+    all completions that the server runs at once. ``prefill`` is for one prompt token. ``reward`` lasts from
+    the end of a group to its rewards, however many groups are scored at once. ``push`` lasts from the end
+    of a step until servers are attested to have the new weights; its part ``transfer`` grows with the
+    number of servers. ``room`` is the time in which training frees its memory for a lent server.
     """
 
     token: float
@@ -97,8 +97,8 @@ def _places(number: int) -> np.ndarray:
 class System:
     """A run as it is simulated.
 
-    ``num_servers`` are those with hardware of their own, and ``num_lent`` those on the devices of
-    training. ``max_running`` is how many completions fit into a server's cache, and 0 sets no limit.
+    ``num_servers`` counts servers with hardware of their own, and ``num_lent`` servers on the training
+    devices. ``max_running`` is how many completions fit into a server's cache; 0 means no limit.
     ``shared_row`` is the number of tokens of a row in which completions share their prompt; 0 if they
     do not. ``dropped`` is the fraction of finished groups that is not trained on. ``off`` is the relative
     difference between the rate of the measured run and that of its simulation: predictions have at

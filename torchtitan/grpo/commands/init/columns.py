@@ -45,7 +45,7 @@ class Source:
         return list(dict.fromkeys(name for row in self.rows for name in row))
 
     def held_out(self, columns: "Columns") -> tuple["Source", str] | None:
-        """Returns a test split, or some rows of a large data set and the slice of its other rows."""
+        """Returns a test split and "", or else rows of a large data set and the slice of its other rows."""
         for path, split in _test_splits(self):
             with suppress(ValueError):  # there is none, or it has other columns
                 found = read_source(path, split, self.name)
@@ -179,7 +179,7 @@ def _as_prompts(source: Source, name: str, has_template: bool) -> tuple[list[Pro
 
 
 def _values(rows: Sequence[Mapping[str, Any]], path: str) -> list[Any]:
-    """The value of each row, or None where the path leads nowhere."""
+    """Returns the value at ``path`` in each row, or None for rows that have none."""
     found = []
     for row in rows:
         try:

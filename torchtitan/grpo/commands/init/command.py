@@ -54,7 +54,7 @@ def options() -> argparse.ArgumentParser:
 
 
 def init(arguments: list[str]) -> int:
-    """Returns the exit status; RunError says why no file was written, or why a run with it would fail."""
+    """Runs the command and returns its exit status; RunError if no file is written, or a run would fail."""
     given = options().parse_args(arguments)
     output: Path = given.output
     _refuse_output(output, force=given.force)
@@ -109,7 +109,7 @@ def _refuse_output(output: Path, *, force: bool) -> None:
 def _find(
     given: argparse.Namespace, folder: str, source: Source, columns: Columns, reward: RewardChoice
 ) -> "Findings":
-    """Measures model, data and machine. Torch is imported only here, because that takes seconds."""
+    """Measures model, data and machine. Torch is imported only here, because importing it takes seconds."""
     from torchtitan.grpo.commands.init.machine import count_parameters, find_machine
     from torchtitan.grpo.commands.init.settings import Findings, longest_sequence
     from torchtitan.grpo.models.hf_config import read_hf_model
@@ -225,7 +225,7 @@ def reward(prompts, completions, **columns):
 
 
 def write_reward(toml: Path, source: Source, columns: Columns) -> bool:
-    """Writes a reward file beside ``toml`` if there is none; returns whether it is still to be filled in."""
+    """Writes a reward template beside ``toml`` unless a file is there; returns whether it is unedited."""
     file = toml.with_name(REWARD_FILE)
     others = [name for name in source.columns if name != columns.prompt]
     text = _TEXT.replace("@TOML@", str(toml)).replace("@FILE@", str(file))

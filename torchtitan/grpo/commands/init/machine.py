@@ -31,10 +31,10 @@ _COPIES_ON_HOST, _CACHE_ON_HOST = 4 * 4, 0.15
 
 @dataclass(frozen=True)
 class Machine:
-    """``num_bytes`` is the memory of one GPU, or the free memory of a host without GPUs.
+    """This machine, and how a run uses it.
 
-    ``python`` is the interpreter of the servers if it is not the trainer's. ``bfloat16_speedup`` is the
-    speed of bfloat16 relative to float32 on a CPU.
+    ``num_bytes`` is the memory of one GPU, or the free memory of a host without GPUs. ``python`` is the
+    interpreter of the servers if it is not the trainer's. ``bfloat16_speedup`` is for a CPU, over float32.
     """
 
     device: str
@@ -56,7 +56,7 @@ class Machine:
         return f"{self.device}: {ranks}, {self.num_servers} {self.kind} {servers}"
 
     def step_memory(self, tables: dict[str, Any], model: HFModel) -> tuple[int, int]:
-        """Returns the bytes that a training step is estimated to need, and those that it may use."""
+        """Returns the bytes that a training step is estimated to need, and the bytes that it may use."""
         if self.on_gpu:
             part = ASLEEP_BYTES / self.num_bytes if self.num_gpus == 1 else 0.0  # it is lent
             available = available_bytes(self.num_bytes, part)
@@ -68,7 +68,7 @@ class Machine:
 
 
 def find_machine() -> Machine:
-    """Gives half of several GPUs to servers. On one GPU or a CPU, training and a server share it."""
+    """Describes this machine: servers get half of its GPUs; a single GPU, or the CPU, is shared."""
     num_gpus = torch.cuda.device_count()
     if num_gpus == 0:
         cores, free = f"{os.cpu_count()} CPU cores, no GPU", host_memory.available_bytes()

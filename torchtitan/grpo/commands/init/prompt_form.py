@@ -88,7 +88,9 @@ def _begins_thinking(rendered: str) -> bool:
 
 
 def _shape_texts(form: PromptForm, codec: TextCodec, instruction: str) -> None:
-    """Copies the chat template's text into the prompt template, as a run applies it to messages only."""
+    """Copies the chat template's text into the prompt template, because a run's prompts that are no chat
+    messages get no chat template.
+    """
     content = f"{_MARK}\n\n{instruction}" if instruction else _MARK
     with refusing():
         parts = codec.template.render([{"role": "user", "content": content}]).split(_MARK)
@@ -142,7 +144,7 @@ def measure(codec: TextCodec, settings: Prompts, limit: int) -> np.ndarray:
 def answer_tokens(codec: TextCodec, columns: Columns, reward: RewardChoice) -> int:
     """The 99th percentile of the number of tokens of right answers in the first rows.
 
-    It is 0 if answers are only results while completions reason: their length then says nothing.
+    It is 0 if right answers lack the reasoning that completions have, and so say nothing about lengths.
     """
     if reward.form not in ("alone", "free") and are_results(columns):
         return 0

@@ -56,7 +56,7 @@ _ON_CPU = {
 class Findings:
     """What was found about model, data and machine.
 
-    ``lengths`` are those of prompts, in tokens, capped at one above what the model takes.
+    ``lengths`` are prompt lengths in tokens, capped at one above the model's longest sequence.
     ``answer_tokens`` is the length of a long right answer, or 0 if that says nothing about
     completions. ``function`` is the value of ``reward.functions``.
     """
@@ -89,7 +89,7 @@ class Sizes:
 
     @property
     def group(self) -> int:
-        """Most tokens of a group, whose completions share the prompt."""
+        """The most tokens that a group can have, with the prompt counted once."""
         return self.prompt + _GROUP_SIZE * self.new
 
 
@@ -138,9 +138,9 @@ def _up(number: int, step: int) -> int:
 
 
 def choose_settings(found: Findings, sizes: Sizes) -> tuple[str, dict[str, Any], bool]:
-    """Returns settings as text and by name, for the first way to train that fits into memory.
+    """Returns settings as TOML text and by name, for the first way to train that fits into memory.
 
-    The third value is whether one fits; if none does, the settings are for the last way.
+    The third value is whether any way fits. If none does, the settings are for the way that needs least.
     """
     machine, fits = found.machine, False
     values = _values(found, sizes)
@@ -226,7 +226,7 @@ def _held_out(found: Findings) -> dict[str, Any]:
 
 
 def _split(path: str, split: str) -> str | None:
-    """Returns the value of the split; for a file, None unless it selects rows in brackets."""
+    """Returns the value to write for ``prompts.split``; None for a file if no rows are selected in brackets."""
     return None if Path(path).is_file() and "[" not in split else split
 
 
