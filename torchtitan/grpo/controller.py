@@ -115,7 +115,7 @@ def open_step_source(
 ) -> StepSource:
     """Constructs the source of the run's steps without starting it. Raises :class:`DataError`.
 
-    ``on_hangup`` registers a function to be called at SIGHUP: it reads ``inference.urls_file`` again.
+    ``on_hangup`` registers a function to be called at SIGHUP; the function rereads ``inference.urls_file``.
     """
     arguments: dict[str, Any] = {
         "start_version": start_version,
@@ -147,8 +147,8 @@ class RolloutController(StepSource):
     ``date`` is the current date for chat templates, in ISO format. ``servers`` are those at the
     start; ``link.watch`` has later ones.
 
-    If devices are lent, they must be free when the source is started. Later they are lent again, on
-    the training thread, while it waits for a batch of which nothing has arrived.
+    If training devices are lent to servers, they must be free when the source is started. Later the
+    training thread lends them again while it waits for a batch of which nothing has arrived.
     """
 
     def __init__(
@@ -265,7 +265,7 @@ class RolloutController(StepSource):
         return None
 
     def _despite_kills(self, version: int, ask: Callable[[], _Answer]) -> _Answer | None:
-        """Calls ``ask``. If the rollout process is killed, restarts it and calls ``ask`` again."""
+        """Calls ``ask``. If the rollout process is killed, restarts the process and calls ``ask`` again."""
         while True:
             try:
                 if not self._is_ready:
@@ -346,7 +346,7 @@ def _server_device(config: JobConfig) -> Literal["cpu", "cuda"]:
 
 
 def server_dtype(config: JobConfig) -> Literal["auto", "float32", "bfloat16"]:
-    """Resolves ``inference.dtype`` for launched servers, in one process for all of them."""
+    """Resolves ``inference.dtype = "auto"`` once, so that all launched servers use the same type."""
     if config.inference.dtype != "auto" or not config.inference.launch:
         return config.inference.dtype
     if _server_device(config) == "cuda":

@@ -60,7 +60,7 @@ def options() -> argparse.ArgumentParser:
 
 
 def _number(what: str, fits: Callable[[float], bool]) -> Callable[[str], float]:
-    """Returns a parser for a number; its error message begins with ``what``."""
+    """Returns a parser for numbers that fit; the parser's error message begins with ``what``."""
 
     def parse(text: str) -> float:
         try:
@@ -121,7 +121,7 @@ def show_schedules(config: JobConfig, given: argparse.Namespace) -> None:
 
 
 def _candidates(config: JobConfig) -> list[Schedule]:
-    """Returns the schedules to compare. Reads the model only if settings fix the number of stages."""
+    """Returns the schedules to compare. The model is read only if the settings fix the number of stages."""
     settings = config.parallelism
     if not fixes_stages(settings):
         return candidates(settings.pipeline_parallel_degree)
@@ -166,8 +166,8 @@ def try_helix(
 ) -> tuple[Table, Simulation]:
     """Simulates Helix with a few layers on each rank.
 
-    ``attention`` is the share of attention in F and I. With ``recomputes``, I includes all of F, and Helix
-    need not recompute attention.
+    ``attention`` is the share of attention in the time of F (forward) and of I (input gradient). With
+    ``recomputes``, I includes recomputing all of F, of which Helix need not recompute attention.
     """
     forward, input_grad, weight_grad = (time / _LAYERS_A_RANK for time in times)
     again = forward if recomputes else 0.0

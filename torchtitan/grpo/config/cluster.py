@@ -37,9 +37,10 @@ class ClusterRow:
 
 @dataclass(frozen=True)
 class ServerGroup:
-    """Servers that are launched on the same hardware. Without ``gpus``, ``is_lent`` decides which they use.
+    """Servers that are launched on the same hardware.
 
-    ``key`` is the TOML table that sets their number.
+    Without ``gpus``, they use the training GPUs if ``is_lent``, else the other GPUs. ``key`` is the TOML
+    table that sets their number.
     """
 
     key: str
@@ -56,7 +57,7 @@ class HasServers(Protocol):
 
 
 def server_groups(config: HasServers) -> list[ServerGroup]:
-    """Returns the servers that a run launches. Without ``[cluster]`` they are all alike."""
+    """Returns the groups of servers that a run launches; without ``[cluster]`` there is only one group."""
     inference = config.inference
     if not inference.launch:
         return []
@@ -69,7 +70,7 @@ def server_groups(config: HasServers) -> list[ServerGroup]:
 
 
 def lent_groups(config: HasServers) -> list[ServerGroup]:
-    """Returns the servers that run on the training devices while training waits, and sleep otherwise."""
+    """Returns the groups of servers that run on the training devices while training waits, else sleep."""
     return [group for group in server_groups(config) if group.is_lent]
 
 

@@ -63,13 +63,13 @@ def _of(config: _Config, given: Mapping[str, Any]) -> _Config:
 
 
 def environment_weights(config: HasEnvironments) -> list[float]:
-    """Returns the weights in the order of `environments_of`; empty if numbers of prompts decide instead."""
+    """Returns the environments' weights, in the order of `environments_of`; empty if none are set."""
     given = [config.environments[name].get(WEIGHT) for name in sorted(config.environments)]
     return [weight for weight in given if weight is not None]
 
 
 def own_key(name: str, setting: str) -> str:
-    """Returns the TOML key of a setting of an environment, for messages."""
+    """Returns the TOML key of an environment's setting, for messages; without a name, the run's own key."""
     return f"environments.{name}.{setting}" if name else setting
 
 
@@ -79,7 +79,7 @@ def setting_of(key: str) -> str:
 
 
 def own_settings(environments: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns the values that environments set, by their full keys."""
+    """Returns the values that environments set, by full keys such as ``environments.NAME.table.key``."""
     found: dict[str, Any] = {}
     for name, given in environments.items():
         tables = {key: value for key, value in given.items() if key != WEIGHT}

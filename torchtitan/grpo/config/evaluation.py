@@ -112,7 +112,7 @@ def set_key(evaluation: Evaluation, name: str, setting: str) -> str:
 
 
 def longest_answer(evaluation: Evaluation, max_new_tokens: int) -> int:
-    """Returns the longest completion of an evaluation or a rollout, in tokens.
+    """Returns the maximum length of a completion in evaluations and rollouts, in tokens.
 
     Args:
         evaluation: The table.

@@ -13,10 +13,10 @@ import textwrap
 
 
 def field_docs(table: type) -> dict[str, str]:
-    """Returns the docstring of each field that has one, in one line.
+    """Returns the docstring of each field that has one, as a single line.
 
-    A class whose source cannot be read has none: torchtitan makes such a class when it merges
-    ``job.custom_config_module`` into a table, and its base classes hold the docstrings.
+    A class whose source cannot be read adds none of its own: torchtitan makes such a class when it merges
+    ``job.custom_config_module`` into a table, and the base classes of that class hold the docstrings.
     """
     docs: dict[str, str] = {}
     for cls in reversed(table.__mro__):

@@ -68,7 +68,7 @@ class Judge:
 
 
 def template_text(judge: Judge) -> str:
-    """Returns the template, read from its file if it names one; ValueError if it cannot be used."""
+    """Returns the text of ``judge.template`` or of the file it names; ValueError for an unusable template."""
     text = judge.template
     if "{" not in text and "\n" not in text:
         try:

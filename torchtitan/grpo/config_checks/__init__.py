@@ -77,7 +77,7 @@ def validate(config: JobConfig) -> None:
 
 
 def warnings_of(config: JobConfig) -> list[str]:
-    """Returns warnings about settings that work, but hardly as they were meant."""
+    """Returns warnings about settings that work, but probably not as the user intended."""
     return [*unused_server_settings(config), *length_warnings(config)]
 
 

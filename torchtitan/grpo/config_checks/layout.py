@@ -62,7 +62,7 @@ def _degree_problems(settings: Parallelism) -> Iterator[str]:
 
 
 def _expert_degree_problems(settings: Parallelism, shard: int) -> Iterator[str]:
-    """Yields a problem if the ranks of the other parallelisms cannot be divided for experts."""
+    """Yields a problem if the expert-parallel degree does not divide the ranks that experts can use."""
     experts, tensor = settings.expert_parallel_degree, settings.tensor_parallel_degree
     if (lent := shard * settings.context_parallel_degree * tensor) % experts:
         yield (
@@ -202,7 +202,7 @@ def model_layout_problems(config: JobConfig, model: "HFModel") -> Iterator[str]:
 
 
 def _compiled_checkpoint_problems(config: JobConfig, model: "HFModel") -> Iterator[str]:
-    """Only dense models are affected: with experts, activation checkpoints lie outside of compiled blocks."""
+    """Yields problems of activation checkpoints inside compiled blocks, which only dense models have."""
     degree, mode = config.parallelism.tensor_parallel_degree, config.activation_checkpoint.mode
     is_dense = not model.model_args.has_experts
     is_checkpointed = mode in ("full", "selective")

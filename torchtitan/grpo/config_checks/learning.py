@@ -197,7 +197,7 @@ def check_supervised(config: JobConfig) -> None:
 
 
 def check_critic(config: JobConfig) -> None:
-    """Also forbids settings for advantages that are relative to a group, or equal for a whole sequence."""
+    """Checks a run with a critic; forbids settings that need group-relative or per-sequence advantages."""
     if not config.has_critic:
         return
     grpo, optimizer, teacher = config.grpo, config.optimizer, config.teacher

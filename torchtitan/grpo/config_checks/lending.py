@@ -74,7 +74,7 @@ def check_lending(config: JobConfig) -> None:
 
 
 def _lent_by(config: JobConfig) -> str:
-    """Returns the setting that lends, for messages."""
+    """Returns the setting because of which devices are lent, for messages."""
     key = lent_groups(config)[0].key
     return f"{key}.tags = ['train', 'rollout']" if config.cluster else "inference.lend"
 

@@ -63,7 +63,7 @@ def check_ranges(config: JobConfig) -> None:
 
 
 def _meaning(config: JobConfig, key: str) -> str:
-    """The first sentence of the field's documentation, to be appended to a message."""
+    """Returns the first sentence of the setting's documentation, to be appended to an error message."""
     table, _, name = key.rpartition(".")
     row = config.cluster.get(table.removeprefix("cluster."))
     text = field_docs(type(row or get(config, table))).get(name)

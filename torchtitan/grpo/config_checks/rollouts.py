@@ -12,7 +12,7 @@ from torchtitan.grpo.system.functions import split_path
 
 
 def longest_sequence(config: JobConfig) -> int:
-    """Returns the most tokens that a prompt with its completion, or an example, may have."""
+    """Returns the largest number of tokens of a prompt with its completion, or of a supervised example."""
     seq_len = config.training.seq_len
     if config.sft.path is not None:
         return min(seq_len, config.sft.max_example_tokens or seq_len)

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The error and the functions of all checks."""
+"""The exception that all checks raise, and the functions that they share."""
 
 import operator
 import os
@@ -23,7 +23,7 @@ def require(holds: bool, message: str) -> None:
 
 
 def forbid(with_setting: str, conflicts: Mapping[str, bool], why: str) -> None:
-    """Refuses the first of ``conflicts`` that is set, since ``with_setting`` is set as well."""
+    """Raises ConfigError for the first of ``conflicts`` that is set: ``with_setting`` excludes it."""
     for setting, is_set in conflicts.items():
         require(not is_set, f"{with_setting} and {setting} cannot be combined: {why}")
 
@@ -33,7 +33,7 @@ def get(config: JobConfig, key: str) -> Any:
 
 
 def check_file(key: str, path: str | None) -> None:
-    """Requires a file on the machine of rank 0. Other machines do not read it."""
+    """Requires that ``path``, if given, is a file on rank 0's machine; other machines do not read the file."""
     if path is None or os.environ.get("GROUP_RANK", "0") != "0":
         return
     try:

@@ -132,7 +132,7 @@ _READ_WITH: dict[str, dict[_Condition, tuple[str, ...]]] = {
 
 
 def check_unread(config: JobConfig) -> None:
-    """Refuses settings of the run that no environment reads, and those of one that it does not read."""
+    """Refuses settings of the run that no environment reads, and settings of an environment that it ignores."""
     owns = environments_of(config)
     for name, conditions in _READ_WITH.items():
         if name == "inference" and not config.has_servers:

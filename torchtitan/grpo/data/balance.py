@@ -98,7 +98,7 @@ def lower_bound_with_sizes(
     """Returns a lower bound as :func:`lower_bound` does, for parts of limited size.
 
     If the parts are almost full, a part with a thing that is costly for its size must also hold
-    its portion of the other things. For each j, the j costliest things lie in q <= j parts.
+    its share of the other things. For each j, the j costliest things lie in q <= j parts.
     These parts hold at least what does not fit into the other parts; that is cheapest if it
     consists of the things with the least cost for their size, which the bound may cut into
     pieces. ``part_size`` is the largest total size of the things of a part.
@@ -154,7 +154,7 @@ def _spread(slots: list[_Slot], num_parts: int) -> float:
 
 
 def _merge(a: list[_Slot], b: list[_Slot], num_parts: int, following: list[int]) -> list[_Slot]:
-    """Merges two tuples, largest with smallest; may change both arguments."""
+    """Merges two tuples: largest sum with smallest sum, and so on. May modify both arguments."""
     if len(b) == 1:
         a, b = b, a
     if len(a) == 1:

@@ -37,8 +37,8 @@ def token_cost(num_tokens: int, num_before: int = 0) -> float:
 class FlopsCost:
     """FLOPs of one forward and backward pass over all layers.
 
-    ``per_token`` counts a token's products with weights, and ``per_pair`` a pair of a query and a key that it
-    sees in layers without a window. ``windows`` has each size of a window, with the FLOPs of a pair there.
+    ``per_token`` is for a token's products with weights, and ``per_pair`` for a pair of a query and a key in
+    layers with full attention. ``windows`` holds (window size, FLOPs of a pair) of sliding-window layers.
     """
 
     per_token: float
@@ -54,13 +54,13 @@ class FlopsCost:
 
 
 def _beyond(window: int, begin: int, end: int) -> float:
-    """Number of pairs of queries in [begin, end) and keys that lie before the query's window."""
+    """Counts pairs of a query in [begin, end) and an earlier key that the query's window excludes."""
     first, last = max(begin - window, 0), max(end - window, 0)
     return (last * (last + 1) - first * (first + 1)) / 2
 
 
 def flops_cost(config: Mapping[str, Any]) -> FlopsCost:
-    """Returns the cost for a ``config.json``; of experts, only those that a token uses count."""
+    """Returns the cost function for a ``config.json``. Only the experts that a token uses are counted."""
     layers = family_of(config).layers(config)
     weights = sum(layer.products for layer in layers) + config["hidden_size"] * config["vocab_size"]
     pairs = dict[int | None, int]()

@@ -104,7 +104,7 @@ class FetchAddress:
 
 
 class _Fetched(msgspec.Struct):
-    """An entry of a packing list: sequence ``part`` of rollout ``source`` of the batch, for row ``row``."""
+    """An entry of a packing list: row ``row`` gets sequence ``part`` of the batch's rollout ``source``."""
 
     row: int
     source: int
@@ -116,7 +116,7 @@ class _Fetched(msgspec.Struct):
 
 @dataclass(frozen=True, kw_only=True)
 class _Step(BatchFacts):
-    """Announces a batch to all ranks."""
+    """The message that announces a batch to all ranks."""
 
     num_rows: int
     """Number of rows of one rank, in all minibatches together."""
@@ -211,8 +211,8 @@ class Feed:
     ) -> float:
         """Combines the metrics of all ranks, in place, and returns rank 0's gradient norm.
 
-        The host waits for the device once, here. Depending on the layout, gradient norms of ranks differ in
-        their last bits. With rank 0's number all ranks make the same decisions.
+        The host waits for the device once in this call. Gradient norms may differ between ranks in their
+        last bits, so all ranks use rank 0's norm and make the same decisions.
         """
         norm = totals.fetch(grad_norm)
         own = torch.tensor([norm if self.rank == 0 else 0.0], dtype=torch.float64)
@@ -315,7 +315,7 @@ def _packing_lists(plan: StepPlan) -> list[list[_Fetched]]:
 def _rows_from(
     entries: Sequence[_Fetched], fetched: Sequence[Rollout], num_rows: int, row_len: int
 ) -> TrainRows:
-    """Lays out fetched rollouts, one for each entry, as rank 0 would."""
+    """Lays out the fetched rollouts, one for each entry, in rows just as rank 0 would."""
     rows: list[list[int]] = [[] for _ in range(num_rows)]
     samples = []
     for i, (entry, rollout) in enumerate(zip(entries, fetched, strict=True)):

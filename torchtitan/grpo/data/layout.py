@@ -33,7 +33,7 @@ _EVEN = 1e-3
 
 
 class _Bundle(NamedTuple):
-    """Sequences of one group, by index, with the tokens and the cost that they have together in one row."""
+    """Sequences of one group, by index, with their total tokens and cost if they share one row."""
 
     members: list[int]
     num_tokens: int
@@ -103,9 +103,9 @@ class Layout:
 def lay_out(
     minibatches: Sequence[Sequence[Sample]], layout: Layout
 ) -> tuple[Spread, dict[str, float]]:
-    """Lays out each minibatch in rows of its own, as many for each rank and each minibatch.
+    """Lays out each minibatch in rows of its own, equally many for every rank and every minibatch.
 
-    Returns metrics, and the rows of each rank; their indices count through all minibatches.
+    Returns the rows of each rank, and metrics. The rows hold indices into all minibatches' samples together.
     """
     spreads = [layout.spread(samples) for samples in minibatches]
     per_rank = max(len(spread[0]) for spread in spreads)
@@ -134,7 +134,7 @@ def _bundlings(
 ) -> Iterator[tuple[list[_Bundle], bool]]:
     """Yields ways to bundle sequences, the largest bundles first.
 
-    The flag says that the bundles are whole groups, as far as they fit into a row.
+    The flag says whether each bundle is a whole group, or as much of it as fits into a row.
     """
 
     @cache
@@ -176,7 +176,7 @@ def _fitting(bundle: _Bundler, members: tuple[int, ...], row_len: int) -> Iterat
 def _in_line(
     bundle: _Bundler, groups: Sequence[tuple[int, ...]], row_len: int
 ) -> Iterator[_Bundle]:
-    """Yields bundles that fill one row after the other: a group is divided only where a row ends."""
+    """Yields bundles that fill one row after the other. Groups are divided only at the end of a row."""
     free = row_len
     for rest in groups:
         while rest:

@@ -29,7 +29,7 @@ _PADDING = "data/padding_fraction"
 
 @dataclass(frozen=True)
 class PlannedPart:
-    """The plan of a part of a batch. The last part has the metrics of the whole batch, and others none."""
+    """The plan of a part of a batch. Only the last part has metrics, which are those of the whole batch."""
 
     plan: StepPlan
     metrics: dict[str, float]
@@ -75,7 +75,7 @@ class StepPlanner:
         num_ranks: int,
         part: BatchPart = BatchPart.WHOLE,
     ) -> PlannedPart:
-        """Plans one part of a batch. The first part of a batch drops the parts of the batch before.
+        """Plans one part of a batch. Planning a batch's first part drops the parts of the previous batch.
 
         ``step`` is the number of batches trained on, which decides the supervised examples to mix in. Ages
         of samples are relative to ``version``.
@@ -182,7 +182,7 @@ def open_sample_log(config: JobConfig, model: HFModel, start_version: int) -> Sa
 
 
 def _row_bucket(config: JobConfig, model: HFModel) -> int:
-    """Returns 1 with pipelines and compiled shapes, which need full microbatches; else 0."""
+    """Returns 1 if microbatches must be full, because of a pipeline or compiled code; else 0."""
     attention = choose_packed_attention(config, utils.device_type, model.model_args.head_dim)
     is_fixed = (
         config.parallelism.pipeline_parallel_degree > 1
@@ -195,10 +195,10 @@ def _row_bucket(config: JobConfig, model: HFModel) -> int:
 def _advantages_of(
     groups: Sequence[RolloutGroup], plan: StepPlan, config: GRPO
 ) -> dict[int, list[float | None]]:
-    """Advantages by ``group_id``, as every rank computes them; None if a rollout is not trained.
+    """Advantages by ``group_id``, as every rank computes them; None for a rollout that is not trained on.
 
     All are None with a critic, because tokens then have different advantages, and with the KL penalty in
-    the reward, because that is known only after the forward pass of the reference model.
+    the reward, because the penalty is known only after the forward pass of the reference model.
     """
     sizes = [len(group.rollouts) for group in groups]
     values: list[float | None] = [None] * sum(sizes)

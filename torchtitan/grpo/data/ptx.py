@@ -66,9 +66,9 @@ class PtxStream:
         return len(self._samples)
 
     def take(self, step: int, num_examples: int) -> list[Sample]:
-        """Returns the examples of the step that follows ``step`` batches, the same in a resumed run.
+        """Returns the examples for the step after ``step`` batches; a resumed run takes the same examples.
 
-        Their weights are still to be set.
+        The caller must still set the weights of the examples.
         """
         first = step * num_examples
         return [self._samples[self._order.row(first + i)] for i in range(num_examples)]
@@ -100,7 +100,7 @@ class PtxStream:
 
 
 def _rows(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields the rows of the file, each after its place, for messages."""
+    """Yields each row of the file, preceded by its place in the file for error messages."""
     try:
         check_regular(path)
         with closing(JsonlTable(path, {}, None, _KEY)) as table:

@@ -54,9 +54,9 @@ class BatchRecord:
 class RolloutRecorder:
     """Appends each batch to ``rollout.record`` before it is trained on.
 
-    A run that resumes after ``version`` batches drops later ones, which are generated again. Raises
-    :class:`DataError` if a new run would overwrite batches, if the file cannot be written, or if it lacks
-    batches that a resumed run has trained on.
+    A run that resumes after ``version`` batches removes later ones from the file, because it generates them
+    again. Raises :class:`DataError` if a new run would overwrite batches, if the file cannot be written, or
+    if the file lacks batches that a resumed run has trained on.
     """
 
     def __init__(self, path: str, vocab_size: int, temperature: float, version: int) -> None:

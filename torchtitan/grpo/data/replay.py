@@ -3,8 +3,8 @@
 
 """Trains on recorded rollouts, without servers, rollout process, prompts or rewards.
 
-If a teacher has rated the rollouts, settings must be valid for a run with a teacher. That is checked
-here, because `config_checks/learning.py` cannot see what a file holds.
+If a teacher has rated the rollouts, settings must be valid for a run with a teacher. This module checks
+that, because `config_checks/learning.py` cannot see what a file holds.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -117,7 +117,7 @@ def split_groups(groups: Sequence[RolloutGroup], num_parts: int) -> list[Sequenc
 
 
 def check_batch(batch: BatchRecord, where: str, vocab_size: int, row_len: int) -> None:
-    """Raises :class:`DataError` for an untrainable batch; ``where`` is key, file and number."""
+    """Raises :class:`DataError` for an untrainable batch; ``where`` names setting, file and batch."""
     ids = [group.group_id for group in batch.groups]
     _require(len(ids) > 0, f"{where}: a batch must have a group, got none.")
     _require(len(set(ids)) == len(ids), f"{where}: group_id must be unique, got {ids}.")

@@ -168,7 +168,7 @@ class TrainRows:
         return TrainRows(**changed, columns=columns)
 
     def with_advantages(self, advantages: np.ndarray) -> "TrainRows":
-        """Returns these rows with ``advantages`` [samples]: each trained token gets that of its sample."""
+        """Returns these rows in which each trained token has its sample's entry of ``advantages`` [samples]."""
         # NO_SAMPLE, which is -1, looks up the additional entry at the end.
         table = torch.from_numpy(np.append(advantages, 0.0).astype(np.float32))
         # A copy that blocks would wait for the optimizer step before this batch.
@@ -179,9 +179,9 @@ class TrainRows:
 def sequences_of(rollout: Rollout, **settings: float) -> list[Sample]:
     """Returns the sequences of a rollout, in the order of its turns.
 
-    There are several if a later request did not continue the tokens of the one before, because of a chat
-    template or an agent. Each begins with the context that the server was sent. ``settings`` are further
-    attributes of all, such as the sample id of the rollout, so that it counts as one sample.
+    There are several sequences if a request did not continue the tokens of the previous one, because of a
+    chat template or an agent. Each begins with the context that the server was sent. ``settings`` are
+    further attributes of all sequences, such as the sample id, with which the rollout counts as one sample.
     """
     ids = rollout.token_ids
     prompts = [rollout.prompt_ids]
@@ -210,7 +210,7 @@ def sequences_of(rollout: Rollout, **settings: float) -> list[Sample]:
 
 
 def column_shapes(samples: Sequence[Sample]) -> dict[str, tuple[int, ...]]:
-    """Returns the shape at one position of each column that a sample has: () or (k,)."""
+    """Returns each column's shape at one token position, () or (k,), for the columns of any sample."""
     found: dict[str, tuple[int, ...]] = {}
     for sample in samples:
         for name, values in sample.columns.items():

@@ -98,9 +98,9 @@ def _subtree(
     begin: int,
     depth: int = 0,
 ) -> list[Span]:
-    """Returns the spans from ``begin`` on of sequences that agree before ``begin``.
+    """Returns the spans, from position ``begin`` on, of sequences whose tokens agree before ``begin``.
 
-    ``depth`` counts the contexts above. At the greatest depth, nothing more is shared.
+    ``depth`` counts the contexts above these spans. At the greatest depth, nothing more is shared.
     """
     if len(members) == 1 or depth == MAX_LEVELS:
         lengths = {member: sequences[member].num_tokens for member in members}
@@ -118,7 +118,7 @@ def _subtree(
 
 
 def _common_end(contexts: Sequence[np.ndarray], begin: int) -> int:
-    """Number of tokens with which all contexts begin; they are known to agree before ``begin``."""
+    """Returns the length of the contexts' common prefix. The contexts are known to agree before ``begin``."""
     first, end = contexts[0], min(len(context) for context in contexts)
     for context in contexts[1:]:
         if context is not first:
@@ -128,7 +128,7 @@ def _common_end(contexts: Sequence[np.ndarray], begin: int) -> int:
 
 
 def _branches(contexts: Sequence[np.ndarray], members: Sequence[int], end: int) -> list[list[int]]:
-    """Divides members by the next token of their context; a member whose context ends here is alone."""
+    """Groups members by the token at ``end`` in their contexts; one whose context ends there stays alone."""
     branches: dict[int, list[int]] = {}
     for member in members:
         context = contexts[member]

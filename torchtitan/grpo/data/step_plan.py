@@ -35,7 +35,7 @@ from torchtitan.grpo.types import Rollout, RolloutGroup
 class SampleTable:
     """All samples of a step, from which every rank computes the advantages; fields are [samples].
 
-    Rewards are shaped and float64, the others int64. ``completion_lengths`` count trained tokens.
+    ``rewards`` are shaped rewards in float64, other fields int64. ``completion_lengths`` count trained tokens.
     """
 
     rewards: np.ndarray
@@ -102,7 +102,7 @@ class StepPlan:
 
     @functools.cached_property
     def num_computed(self) -> int:
-        """Tokens that the model computes: of ``num_tokens``, shared ones count once."""
+        """Number of tokens that the model computes. Unlike in ``num_tokens``, shared tokens count once."""
         return sum(num_computed(row) for rows in self.spans for row in rows)
 
     @property
@@ -254,5 +254,5 @@ def _minibatches_of(
 
 
 def _num_learned(samples: Sequence[Sample]) -> int:
-    """Counts the tokens with a loss; supervised ones have none with ``grpo.ptx_coef = 0``."""
+    """Counts the tokens that have a loss. With ``grpo.ptx_coef = 0``, supervised tokens have none."""
     return sum(s.num_trained for s in samples if s.loss_weight > 0 or s.ptx_weight > 0)

@@ -131,7 +131,7 @@ class ExampleSet(PromptSet):
 
     @functools.cached_property
     def _end_of_turn(self) -> int:
-        """The template's end-of-turn token if it is an end-of-sequence token, else the first of those."""
+        """The template's end-of-turn token if that ends sequences, else the first end-of-sequence token."""
         token = self._codec.single_token(self._codec.end_of_turn() or "")
         return token if token in self._eos else self._eos[0]
 
@@ -142,7 +142,7 @@ def _ends_with_assistant(value: Any) -> bool:
 
 
 def _read_completion(value: Any, is_text: bool) -> str | list[dict[str, Any]]:
-    """Returns a completion: text, or the messages that continue the prompt's messages."""
+    """Returns a row's completion as text, or as messages that continue the prompt's messages."""
     if isinstance(value, str) and value:
         return value
     fault = f"got {value!r:.200}"
@@ -216,7 +216,7 @@ class ExampleStream:
         )
 
     def __len__(self) -> int:
-        """Returns the number of examples of an epoch, those that are too long included."""
+        """Returns the number of examples of an epoch, including those that are too long."""
         return len(self._set)
 
     def notes(self) -> list[str]:
@@ -246,7 +246,7 @@ class ExampleStream:
 
     @property
     def position(self) -> int:
-        """Number of rows that were read, of all epochs."""
+        """Number of rows read so far, over all epochs."""
         return self._stream.position
 
     def next(self) -> Sample:

@@ -77,7 +77,7 @@ def refusal(
     headers: Mapping[str, str],
     local_address: str | None,
 ) -> Refusal | None:
-    """Returns why a request is refused, if it is. ``local_address`` is ``None`` for a Unix socket."""
+    """Returns why a request is refused, or None. ``local_address`` is ``None`` for a Unix socket."""
     is_local = is_loopback(local_address)
     host = headers.get("host", "")
     if is_local and not _is_own_name(host):
@@ -126,7 +126,7 @@ def _is_own_name(host: str) -> bool:
 
 
 def _foreign_page(headers: Mapping[str, str], host: str) -> str | None:
-    """The header that shows that a page of another server sent the request, if any."""
+    """Returns the header showing that another server's web page sent the request, or None without one."""
     origin = headers.get("origin")
     if origin is not None and _netloc(origin) != host.lower():
         return f"Origin {origin!r:.80}"
@@ -135,7 +135,7 @@ def _foreign_page(headers: Mapping[str, str], host: str) -> str | None:
 
 
 def _netloc(url: str) -> str:
-    """Host and port of a URL; empty if it has none (as the origin ``null``)."""
+    """Returns host and port of a URL; empty if the URL has none, like the origin ``null``."""
     try:
         return urlsplit(url).netloc.lower()
     except ValueError:
@@ -246,7 +246,7 @@ class RequestGuard:
 
 
 def _limit_connections() -> None:
-    """Limits uvicorn's connections. Call it at uvicorn's startup event, which comes before it listens."""
+    """Limits uvicorn's connections. Must be called at uvicorn's startup event, before uvicorn listens."""
     loop: Any = asyncio.get_running_loop()
     create_server, most = loop.create_server, raise_descriptor_limit(MAX_CONNECTIONS)
     if getattr(create_server, "has_limits", False):
@@ -262,7 +262,7 @@ def _limit_connections() -> None:
 
 
 async def _whole_body(receive: _Receive) -> list[Any]:
-    """Returns all messages of a body. If the client has left, the last one says so.
+    """Returns all ASGI messages of a request's body. The last message says if the client has left.
 
     Raises TimeoutError if the body arrives too slowly.
     """

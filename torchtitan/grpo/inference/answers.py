@@ -61,7 +61,7 @@ _MAX_LOAD = 1e9  # no server has this many requests
 
 @contextmanager
 def reading(source: str, body: Any, wanted: str) -> Iterator[None]:
-    """Turns errors of the ``with`` block, which reads ``body``, into a ServerError that names ``wanted``."""
+    """Context for reading ``body``: turns parsing errors into a ServerError that says what is ``wanted``."""
     try:
         yield
     except _MALFORMED as error:
@@ -162,7 +162,7 @@ def checked_generation(
 
 
 def logit_bias(request: GenerateRequest) -> dict[str, dict[str, float]]:
-    """Returns the parameter that excludes unknown ids in vLLM and SGLang; none above vLLM's limit of 1024."""
+    """Returns the vLLM and SGLang parameter that excludes unknown ids; empty above vLLM's limit of 1024 ids."""
     ids = request.unknown_ids
     return {"logit_bias": dict.fromkeys(map(str, ids), -100.0)} if 0 < len(ids) <= 1024 else {}
 
@@ -289,7 +289,7 @@ def checked_load(
 
 
 def to_number(value: Any) -> float:
-    """Converts a JSON value or text to a float, which is NaN if it is no number."""
+    """Converts a JSON value or text to a float, or to NaN if it is no number."""
     try:
         return float(value)
     except (TypeError, ValueError, OverflowError):

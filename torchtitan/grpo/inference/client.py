@@ -52,7 +52,7 @@ class ServerFacts:
 
 @dataclass(frozen=True)
 class ServerLoad:
-    """Requests in batch and queue, and the used part of the KV cache in [0, 1], if reported."""
+    """Running and waiting requests, and the used fraction of the KV cache, if the server reports it."""
 
     running: int
     waiting: int
@@ -86,7 +86,7 @@ MAX_TOP_TOKENS = 256
 
 @dataclass(frozen=True)
 class PromptRating:
-    """Logprobs of a text's tokens at temperature 1, and the most likely tokens, if asked for."""
+    """Logprobs of a sequence's tokens at temperature 1, and the most likely tokens if they were requested."""
 
     logprobs: list[float]
     top: TopTokens | None = None

@@ -30,10 +30,10 @@ def refusing(rule: str = "", say: Callable[[str], str] = str) -> Iterator[None]:
 
 @contextmanager
 def without_torch() -> Iterator[None]:
-    """Lets the tables of a configuration be imported without torch, which takes seconds.
+    """Lets the configuration's tables be imported without torch, whose import takes seconds.
 
-    Torchtitan's tables import torch for methods that are not used here. Unless they or torch have been
-    imported already, empty modules stand in for both until the end of the block.
+    Torchtitan's tables import torch for methods that are not used here. Unless torch or these tables have
+    been imported already, empty modules stand in for both until the end of the ``with`` block.
     """
     if "torch" in sys.modules or "torchtitan.config" in sys.modules:
         yield

@@ -119,7 +119,7 @@ def _target(cls: type, option: str) -> tuple[tuple[str, ...], Any, bool]:
 
 
 def _in_dict(option: str, keys: dict[str, Any]) -> tuple[tuple[str, ...], Any] | None:
-    """Returns the key of a setting that is a dict, as in ``--prompts.rename.old new``."""
+    """Returns path and type of an entry of a dict setting, as in ``--prompts.rename.old new``; else None."""
     parts = option[2:].split(".")
     for end in range(1, len(parts)):
         path, within = ".".join(parts[:end]).replace("-", "_").split("."), parts[end:]
@@ -155,7 +155,7 @@ def _check_number(option: str, words: list[str], is_list: bool, expected: str) -
 
 
 def _parsed(annotation: Any, words: list[str]) -> Any:
-    """Returns words of the command line in the form of a TOML value, with numbers as text."""
+    """Parses the words after an option as TOML would; values of plain types, such as numbers, stay text."""
     origins, text = _origins(annotation), " ".join(words)
     if type(None) in origins and text in _NONE:
         return None
@@ -183,7 +183,7 @@ def _data(text: str) -> Any:
 
 
 def _converted(path: tuple[str, ...], annotation: Any, value: Any) -> Iterator[Override]:
-    """Yields a value, converted to the type of its setting; for a table, each value in it."""
+    """Yields a setting's path and its value in the setting's type; for a table, those of each setting in it."""
     if (row := row_type(annotation)) and isinstance(value, dict):
         yield path, {}
         for name, of_row in value.items():

@@ -31,7 +31,7 @@ def settings(cls: type) -> dict[str, Any]:
 def unknown_keys(
     cls: type, data: dict[str, Any], prefix: str = "", known: Any = None
 ) -> Iterator[str]:
-    """Yields a sentence for each unknown key, which suggests what to use instead.
+    """Yields a sentence for each unknown key; the sentence suggests what to use instead.
 
     ``cls`` is the type of the table ``data``, whose keys begin with ``prefix``; ``known`` has all settings.
     """
@@ -60,7 +60,7 @@ def row_type(kind: Any) -> type | None:
 
 
 def _nested_answers(key: str, value: Any, known: Collection[str]) -> list[tuple[str, str]]:
-    """Returns an unknown key, or the keys in an unknown table if any has an answer, each with its answer."""
+    """Returns unknown keys with their advice: ``key`` itself, or all keys inside it if any of those has one."""
     own = answer_to(key)
     tables = {k.partition(".")[0] for k in known}
     is_misspelt = difflib.get_close_matches(key, tables, n=1) and not own
@@ -72,7 +72,7 @@ def _nested_answers(key: str, value: Any, known: Collection[str]) -> list[tuple[
 
 
 def hint_for(key: str, known: Collection[str], siblings: Collection[str], mark: str = "") -> str:
-    """Returns help for an unknown key of a table with ``siblings``; ``mark`` stands before keys."""
+    """Returns advice on an unknown key. ``siblings`` are its table's keys; ``mark`` precedes suggested keys."""
     if answer := answer_to(key):
         return answer
     table, _, name = key.rpartition(".")
@@ -94,7 +94,7 @@ def hint_for(key: str, known: Collection[str], siblings: Collection[str], mark: 
 
 @functools.cache
 def other_names() -> dict[str, Any]:
-    """Returns other projects' names of settings, tables and values, each with its answer."""
+    """Returns other projects' names of settings, tables and values, each with its equivalent here."""
     data = tomllib.loads(Path(__file__).with_name("other_names.toml").read_text())
     names, tables = (
         {name: answer for answer, names in data[part].items() for name in names}

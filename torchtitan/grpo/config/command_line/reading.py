@@ -48,7 +48,7 @@ def _refuse_secrets(overrides: list[Override]) -> None:
 
 
 def _last_value(args: list[str], key: str) -> str | None:
-    """Returns the last value given for a setting, without parsing other arguments; None if there is none."""
+    """Returns the last value that ``args`` give to a setting, or None; other arguments are not parsed."""
     found = None
     for arg, following in zip(args, [*args[1:], None], strict=False):
         option, equals, value = arg.partition("=")
@@ -77,7 +77,7 @@ def _read_toml(path: str | None) -> dict[str, Any]:
 
 
 def _put(data: dict[str, Any], override: Override) -> None:
-    """Sets a value in the data of a TOML file. Whatever stands in place of a table on its path is replaced."""
+    """Sets a value in parsed TOML data. Anything on the value's path that is no table is replaced by one."""
     (*tables, name), value = override
     for table in tables:
         inner = data.get(table)

@@ -178,7 +178,7 @@ async def serve(arguments: argparse.Namespace) -> None:
 
 
 class RepeatLimit(logging.Filter):
-    """Limits how many lines each logging call writes in a period, and later logs how many were left out."""
+    """Limits how often each logging statement writes in a period, and later logs how many lines it left out."""
 
     def __init__(self, max_lines: int = 20, period_seconds: float = 60.0) -> None:
         super().__init__()

@@ -30,7 +30,7 @@ _MASK_ALIGNMENT = 8
 
 
 def fused_kernels(device: torch.device) -> AbstractContextManager[Any]:
-    """A context in which attention on a GPU runs in fused kernels, or fails."""
+    """A context in which attention on a GPU runs in fused kernels, and fails if none of them can."""
     if device.type != "cuda":
         return nullcontext()
     return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION])
@@ -110,7 +110,7 @@ def _attend_rows(
     rows: RowRange,
     scaling: float | None,
 ) -> torch.Tensor:
-    """Returns [rows, heads, head_dim] for one token of each row of a range."""
+    """Computes attention of one token of each row of a range; returns [rows, heads, head_dim]."""
     place, num_kv_heads = slice(rows.start, rows.stop), keys.shape[1]
     grouped = query[0, :, place].transpose(0, 1).unflatten(1, (num_kv_heads, -1))
     output = scaled_dot_product_attention(
@@ -130,8 +130,8 @@ def _attend_chunk(
     chunk: ChunkPart,
     scaling: float | None,
 ) -> torch.Tensor:
-    """Returns [tokens, heads, head_dim] for queries [heads, tokens, head_dim]; keys and values are
-    [kv_heads, chunk.stop, head_dim], those of the chunk included.
+    """Computes attention of a chunk with queries [heads, tokens, head_dim]; returns [tokens, heads, head_dim].
+    Keys and values, [kv_heads, chunk.stop, head_dim], include those of the chunk.
     """
     num_kv_heads = keys.shape[0]
     grouped = query.unflatten(0, (num_kv_heads, -1))

@@ -53,7 +53,7 @@ class GenerateBody(msgspec.Struct):
         return bool(self.input_ids) and isinstance(self.input_ids[0], list)
 
     def requests(self, facts: ModelFacts) -> list[Request]:
-        """Returns a request for each prompt; a ValueError names the wrong field."""
+        """Returns a request for each prompt, or raises a ValueError that names the wrong field."""
         if self.stream:
             raise ValueError("stream must be false: the embedded server answers whole completions.")
         prompts: Any = self.input_ids if self.is_list else [self.input_ids]
@@ -213,7 +213,7 @@ async def read(http: web.Request) -> bytes:
 
 
 def parse(content: bytes, kind: type[_T]) -> _T:
-    """Parses a body; raises ValueError, which names the wrong field."""
+    """Parses a request's body; raises a ValueError that names the wrong field."""
     try:
         return msgspec.json.decode(content, type=kind)
     except RecursionError as error:

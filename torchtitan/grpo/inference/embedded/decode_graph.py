@@ -44,7 +44,7 @@ _MAX_GRAPHS = 32
 
 
 class DecodeGraphs:
-    """Captures and replays decoding steps. Attention may read at most ``max_in_vain`` padding positions."""
+    """Captures and replays decoding steps in which attention reads at most ``max_in_vain`` unused positions."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class DecodeGraphs:
 
 
 def bucket_of(number: int, least: int, most: int) -> int:
-    """Doubles ``least`` until it is at least ``number``, and returns it, limited to ``most``.
+    """Returns the smallest ``least * 2**k`` that is at least ``number``, but at most ``most``.
 
     >>> [bucket_of(n, 1, 6) for n in range(1, 7)]
     [1, 2, 4, 4, 6, 6]

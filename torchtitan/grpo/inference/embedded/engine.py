@@ -128,7 +128,7 @@ class Engine:
         return len(self._queue.waiting)
 
     def load(self) -> ServerLoad:
-        """Returns the load. Waiting requests for which there is a free row count as running, because new
+        """Returns the load. Waiting requests count as running if there are free rows for them, because new
         weights send all requests back to the queue for a moment although the engine is not full.
         """
         running = [request for request in list(self._rows) if request is not None]
@@ -143,7 +143,7 @@ class Engine:
         return self.run(lambda: self._enqueue(batch), only_adds=True)
 
     def abort(self, prefix: str | None) -> "Future[int]":
-        """Ends requests whose id begins with ``prefix``, or all if ``None``; returns their number."""
+        """Ends the requests whose ids begin with ``prefix`` (all if it is ``None``); returns their number."""
         return self.run(lambda: self._abort(prefix, "Aborted by request."))
 
     def abort_request(self, request: Request) -> "Future[None]":
@@ -173,7 +173,7 @@ class Engine:
         return self.run(lambda: self._sleep(release))
 
     def wake(self, allocate: Callable[[], None]) -> "Future[None]":
-        """Lets a sleeping server take weights; ``allocate`` may make room for them."""
+        """Makes a sleeping engine ready for new weights; ``allocate`` may allocate memory for them."""
         return self.run(lambda: self._wake_up(allocate))
 
     def run(self, function: Callable[[], _T], *, only_adds: bool = False) -> "Future[_T]":
@@ -274,7 +274,7 @@ class Engine:
             self._queue.waiting.append(request)
 
     def _rate(self) -> None:
-        """Rates the prompts that were submitted for it, even during a pause. Each is rated by one version."""
+        """Computes logprobs of prompts submitted for rating, even during a pause, each with one version."""
         lengths = [len(request.prompt_ids) for request in self._to_rate]
         for indices in padded_batches(lengths, self._max_prefill_tokens):
             batch = [self._to_rate[i] for i in indices]
