@@ -133,8 +133,8 @@ class RecordReader:
     """Iterates over the batches of a file as (where, record), with one batch in memory at a time.
 
     Each iteration reads the file from its beginning, and raises :class:`DataError` if the file cannot be
-    used. A run that is killed while writing leaves an incomplete last block. That is skipped, because the
-    run has not trained on it, and ``was_cut_off`` is set. ``header`` is set once it has been read. If
+    used. A run that is killed while writing leaves an incomplete last block. The reader skips this block,
+    because the run has not trained on it, and sets ``was_cut_off``. ``header`` is set once it is read. If
     ``vocab_size`` or ``temperature`` is None, any value in the file is accepted.
     """
 

@@ -150,7 +150,7 @@ class InferenceClient(ABC):
     async def sleep(self) -> SleepFrees:
         """Stops generation, and frees memory if the server can; returns what was freed.
 
-        If that is ``memory``, the weights are lost: :meth:`version` is ``None`` until all weights (not a
+        If ``memory`` was freed, the weights are lost: :meth:`version` is ``None`` until all weights (not a
         delta) were pushed after :meth:`wake`. Unfinished requests are aborted, or held until that push.
         Sleeping twice is the same as once.
         """

@@ -61,7 +61,7 @@ class _Group:
 
 
 class Simulation:
-    """The state of a run. Times are in seconds."""
+    """Simulates a run event by event. Times are in seconds."""
 
     def __init__(self, system: System, seed: int) -> None:
         self.system, self.now = system, 0.0

@@ -88,9 +88,7 @@ def _begins_thinking(rendered: str) -> bool:
 
 
 def _shape_texts(form: PromptForm, codec: TextCodec, instruction: str) -> None:
-    """Copies the chat template's text into the prompt template, because a run's prompts that are no chat
-    messages get no chat template.
-    """
+    """Copies the chat template into the prompt template: a run applies the former to chat messages only."""
     content = f"{_MARK}\n\n{instruction}" if instruction else _MARK
     with refusing():
         parts = codec.template.render([{"role": "user", "content": content}]).split(_MARK)

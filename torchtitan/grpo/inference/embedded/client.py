@@ -17,7 +17,7 @@ from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec
 
 
 class EmbeddedClient(SGLangClient):
-    """Client of one embedded server, which needs no pause for pushes: it swaps weights between two steps."""
+    """Client of one embedded server. The server swaps weights between two steps, so pushes need no pause."""
 
     _KIND = "embedded"
     _GROUP_FIELDS = (*SGLangClient._GROUP_FIELDS, "piece_bytes")
