@@ -43,7 +43,7 @@ _OPENING = (":", ">", "=", "→")
 
 @dataclass(frozen=True)
 class RewardChoice:
-    """``hits`` of ``num_rows`` right answers earn 1.0; ``reason`` says why no built-in fits."""
+    """A reward that gives 1.0 to ``hits`` of ``num_rows`` right answers, or why no built-in one fits."""
 
     function: str
     form: Form
@@ -57,7 +57,7 @@ class RewardChoice:
 
 
 def opens_answer(columns: Columns) -> bool:
-    """Whether prompts end as if the answer were to follow at once, as in ``7425473->``."""
+    """Whether prompts end with a sign that the answer follows, as in ``7425473->``."""
     ends = [isinstance(text, str) and text.rstrip().endswith(_OPENING) for text in columns.texts]
     return sum(ends) >= MOST * len(ends)
 
@@ -70,7 +70,7 @@ def say_form(columns: Columns) -> bool:
 
 
 def ask_briefly(columns: Columns) -> bool:
-    """Whether the questions are short and hold numbers, as those for sums do."""
+    """Whether the questions are short and contain numbers, like simple arithmetic problems."""
     if 2 * sum(any(map(str.isdigit, str(text))) for text in columns.texts) < len(columns.texts):
         return False
     return statistics.median(map(num_characters, columns.texts)) <= _SHORT_QUESTION
@@ -124,7 +124,7 @@ def _none(reason: str) -> RewardChoice:
 def _judged(
     function: str, completions: list[str], answers: list[list[str]], form: Form
 ) -> RewardChoice | None:
-    """Returns the choice of a reward if a row's right answer earns 1.0 there, and not in another row."""
+    """Returns the choice of ``function`` if it gives 1.0 to right answers, and not to those of other rows."""
     hits = _num_right(function, completions, answers)
     others = [*answers[1:], answers[0]]
     wrong = [
