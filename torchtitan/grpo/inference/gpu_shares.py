@@ -22,7 +22,7 @@ graphs (0.5 GiB and more)."""
 
 @dataclass(frozen=True)
 class GpuShare:
-    """A server's GPUs (as in ``CUDA_VISIBLE_DEVICES``), workers, and part of memory, if limited."""
+    """A server's GPUs (as in ``CUDA_VISIBLE_DEVICES``), and the part of their memory; None is no limit."""
 
     gpus: tuple[str, ...] = ()
     tensor_parallel_size: int = 1
@@ -41,10 +41,10 @@ def share_gpus(
 ) -> list[GpuShare]:
     """Returns the share of each server, group by group. Training uses the first ``num_training`` GPUs.
 
-    ``tensor_parallel_size`` and ``memory`` are settings of ``[inference]``, and may be 0. A size of 0 takes
-    the most of a server's GPUs that divide ``num_heads``, the number of attention heads. ``memory`` of 0
-    divides shared GPUs evenly. Servers to which training lends a GPU may together take ``lent_part`` of its
-    memory.
+    ``tensor_parallel_size`` and ``memory`` are settings of ``[inference]``, and may be 0. A size of 0 means
+    the largest number of a server's GPUs that divides ``num_heads``, the number of attention heads. With a
+    ``memory`` of 0, servers share a GPU's memory evenly. If training lends a GPU to servers, they may
+    together take the part ``lent_part`` of its memory.
     """
     of_servers = [group for group in groups for _ in range(group.num_servers)]
     if not gpus:
@@ -78,8 +78,8 @@ def server_places(
 ) -> list[tuple[int, ...]]:
     """Returns the GPUs of each server, group by group. Training uses the first ``num_training`` GPUs.
 
-    Training's GPUs are for servers that may use them while training waits (``is_lent``). The other servers
-    share them only if there are no other GPUs.
+    Servers with ``is_lent`` get training's GPUs, which they use while training waits. Other servers get
+    the remaining GPUs, or all of them if none remain.
     """
     others = range(num_training, num_gpus) or range(num_gpus)
     found = []
@@ -103,7 +103,7 @@ def servers_per_gpu(num_servers: int, num_gpus: int) -> int:
 
 
 def gpus_of(index: int, num_servers: int, gpus: Sequence[int]) -> tuple[int, ...]:
-    """Returns the GPUs of a server: an even part, or a shared GPU if there are more servers than GPUs."""
+    """Returns one server's GPUs: an equal part of them, or one shared GPU if there are fewer than servers."""
     share = len(gpus) // num_servers
     if share == 0:
         return (gpus[index % len(gpus)],)

@@ -33,7 +33,7 @@ _KEY_HINT = (
 
 
 class RouteError(ServerError):
-    """A route did not answer (``status`` and ``body`` are then ``None``), or answered with an error."""
+    """A route answered with an error, or did not answer (``status`` and ``body`` are then ``None``)."""
 
     def __init__(self, message: str, status: int | None = None, body: Any = None) -> None:
         super().__init__(message)
@@ -42,7 +42,7 @@ class RouteError(ServerError):
 
     @property
     def is_refusal(self) -> bool:
-        """True if the same request would be refused again, so that it need not be repeated."""
+        """True if repeating the same request would be useless, because it would be refused again."""
         if self.status in (408, 429):  # it was sent too slowly, or there were too many
             return False
         return self.status is not None and 300 <= self.status < 500
@@ -50,19 +50,19 @@ class RouteError(ServerError):
 
 @dataclass(frozen=True)
 class Answer:
-    """Status and body: parsed JSON, the text if it is not JSON, or ``None`` if it is empty."""
+    """Status and body of a response. The body is parsed JSON, text if it is not JSON, or ``None`` if empty."""
 
     status: int
     body: Any
 
 
 class HttpConnection:
-    """URL, keys and HTTP session of one server, in the event loop of the first request.
+    """URL, keys and HTTP session of one server. The session belongs to the event loop of the first request.
 
     Control routes get ``admin_key``, or ``api_key`` if there is none. ``key_hint`` is appended to the message
     if a key is refused. An idle TCP connection is kept for ``idle_seconds``; with 0, each request opens its
     own. ``idle_seconds`` must be well below the time after which the server closes idle connections,
-    because a request that arrives at that moment is lost.
+    because a request that arrives while the server closes its connection is lost.
     """
 
     def __init__(
@@ -184,7 +184,7 @@ class HttpConnection:
 
     @asynccontextmanager
     async def _used_session(self) -> AsyncIterator[aiohttp.ClientSession]:
-        """Yields the current session. A session that was replaced is closed after its last request."""
+        """Yields the current session. A session that was replaced meanwhile is closed after its last request."""
         session = self._open_session()
         self._num_using[session] += 1
         try:
@@ -223,9 +223,9 @@ class HttpClient(InferenceClient):
     async def _ask_model(
         self, route: str, body: dict[str, Any], max_bytes: int, request_id: str | None = None
     ) -> Any:
-        """Sends a request that waits in the server's queue.
+        """Sends a request to the model, and returns the body of the answer.
 
-        Aborts it on the server if the call is cancelled or no answer comes.
+        Aborts the request on the server if the call is cancelled or no answer comes.
         """
         try:
             answer = await self._http.post(
@@ -250,7 +250,7 @@ class HttpClient(InferenceClient):
             logger.warning("Request %s could not be aborted: %s", request_id, error)
 
     async def _model_card(self) -> dict[str, Any]:
-        """Returns the description of the served model."""
+        """Returns the served model's entry in ``/v1/models``."""
         answer = await self._http.get("/v1/models", scope="generation")
         with contextlib.suppress(LookupError, TypeError):
             if isinstance(card := answer.body["data"][0], dict):
@@ -267,7 +267,7 @@ class HttpClient(InferenceClient):
         return self._groups[group_name]
 
     def _next_sequence(self, group_name: str) -> int:
-        """Numbers the buckets of a group. Call it before any ``await``, so that they keep their order."""
+        """Returns the number of a group's next bucket. Call it before any ``await``, to keep their order."""
         self._sequences[group_name] += 1
         return self._sequences[group_name] - 1
 
@@ -281,7 +281,7 @@ def excerpt(value: Any) -> str:
 
 
 class _SlowAnswer(Exception):
-    """An answer has begun, but its rest arrives too slowly."""
+    """The first bytes of an answer have arrived, but the rest arrives too slowly."""
 
 
 async def _read(response: aiohttp.ClientResponse, max_bytes: int, timeout: float) -> bytes | None:

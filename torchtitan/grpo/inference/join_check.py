@@ -1,8 +1,8 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Finds out which server answers at a URL, and checks when it joins the run that it suits the run's needs.
-Otherwise a wrong server would be noticed only by failed requests.
+"""Finds out which server answers at a URL, and checks, when a server joins the run, that the run can use it.
+Without this check, a wrong server would be noticed only by failed requests.
 """
 
 import json
@@ -36,7 +36,7 @@ class Identity:
 
 
 class WrongKind(ServerError):
-    """The server is of another kind, or of none that this project knows."""
+    """The server is of another kind than the run's, or of an unknown kind."""
 
     def __init__(self, url: str, wanted: ServerKind, found: Identity) -> None:
         super().__init__(
@@ -47,7 +47,7 @@ class WrongKind(ServerError):
 
 
 async def require_kind(http: HttpConnection, wanted: ServerKind) -> Identity:
-    """Returns the server's identity; raises :class:`WrongKind` if it is not of the wanted kind."""
+    """Returns the server's identity. Raises :class:`WrongKind` if the server is not of the wanted kind."""
     found = await identify(http)
     if found.kind != wanted:
         raise WrongKind(http.url, wanted, found)
@@ -89,7 +89,7 @@ def _owner(models: dict[str, Any]) -> str | None:
 
 
 async def _answer(http: HttpConnection, route: str) -> Answer:
-    """Requests a route that the server may lack; raises RouteError if it refuses the key."""
+    """Requests a route that the server may lack. Raises RouteError if the server refuses the key."""
     answer = await http.get(route, scope="generation", accept=_NO_SUCH_ROUTE)
     if answer.status in (401, 403):
         raise RouteError(
@@ -135,7 +135,7 @@ class ServerNeeds:
 async def check_server(
     client: InferenceClient, needs: ServerNeeds
 ) -> tuple[ServerFacts, list[str]]:
-    """Returns a server's facts and warnings; raises WrongServer if the run cannot use it."""
+    """Returns a server's facts, and warnings about it. Raises WrongServer if the run cannot use the server."""
     try:
         facts = await client.describe(needs.temperature)
         problems = [*facts.problems, *model_problems(facts, needs)]
@@ -165,7 +165,10 @@ async def check_server(
 def wrong_server(
     url: str, needs: ServerNeeds, problems: Sequence[str], found: ServerKind | None = None
 ) -> WrongServer:
-    """Returns the error, with advice. ``found`` is the server's kind if that is the problem."""
+    """Returns an error that lists a server's problems and says what to do.
+
+    ``found`` is the server's kind, given only if the problem is that it is of another kind than the run's.
+    """
     lines = [f"The server {url} cannot be used by this run:", *(f"  - {p}" for p in problems)]
     if needs.is_launched:
         lines.append("The run has started it. Check inference.extra_args and inference.python.")
@@ -231,7 +234,7 @@ def release_warnings(url: str, facts: ServerFacts, kind: ServerKind) -> list[str
 
 
 def config_json(model_path: str | None) -> dict[str, Any]:
-    """Reads a model's config.json. Returns {} if it cannot be read, as when it is on another machine."""
+    """Returns a model's config.json, or {} if it cannot be read, for instance because it is on another host."""
     if model_path is None:
         return {}
     try:

@@ -1,10 +1,10 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The table of server kinds: one folder beside this file and one row of :data:`KINDS` for each, and
-what each kind's ``launch_command`` takes and returns.
+"""The table of server kinds, :data:`KINDS`, and the types that each kind's ``launch_command`` takes and returns.
 
-Every process reads the table to check the configuration, so clients are imported on first use.
+Each kind has one row of the table and one folder beside this file. Every process reads the table to
+check the configuration, so clients are imported on first use.
 """
 
 import importlib
@@ -33,10 +33,10 @@ class ServerSpec:
 
     ``max_model_len`` bounds prompt plus completion; 0 is as much as model and memory allow.
     ``python`` is the interpreter of the server's environment; ``None`` is the current one.
-    ``extra_args`` come last and override earlier ones. Without ``gpus``, the server sees those of
-    this process. ``gpu_memory_utilization`` is a part of each GPU's memory; it and ``seed`` are ``None``
-    for the server's default. With ``max_batched_tokens`` 0, :func:`batched_tokens` chooses it. A server
-    that ``is_lent`` must be able to free its memory while it sleeps.
+    ``extra_args`` come last on the command line and override earlier arguments. Without ``gpus``, the
+    server sees the GPUs of this process. ``gpu_memory_utilization`` is a part of each GPU's memory; ``None``
+    there and for ``seed`` means the server's default. If ``max_batched_tokens`` is 0,
+    :func:`batched_tokens` chooses the number. With ``is_lent``, the server must be able to free its memory.
     """
 
     kind: ServerKind
@@ -78,8 +78,9 @@ _CHOSEN_TOKENS = {"cpu": 256, "cuda": 2048}
 def batched_tokens(spec: ServerSpec) -> int:
     """Returns how many tokens a vLLM or SGLang server may compute in one step.
 
-    The default is enough to saturate the device; with more, running requests would wait longer for
-    prompts. If many requests may run, they take at most half of it. SGLang wants a multiple of its page size.
+    The default is enough to saturate the device. With more, running requests would wait longer for
+    prompts. The default is at least twice the number of requests that may run, and a multiple of SGLang's
+    page size.
     """
     if spec.max_batched_tokens:
         return spec.max_batched_tokens
@@ -102,14 +103,14 @@ KEY_OPTIONS = ("--api-key", "--admin-api-key")
 
 @dataclass(frozen=True)
 class KindRow:
-    """One kind of server, as the rest of the package sees it.
+    """What the rest of the package knows of one kind of server.
 
     ``client`` is ``module:class`` of the :class:`InferenceClient`, whose module also has a function
     ``launch_command`` from a :class:`ServerSpec` to a :class:`LaunchCommand`. ``environment`` is
     the virtual environment of `scripts/install_<name>.sh`; ``None`` is the trainer's.
-    The server sets ``nccl_settings`` unless its environment has others. ``known_releases`` holds prefixes of
-    the tested releases, and is empty for this project's own server. On a GPU, a server needs its
-    ``sleep_option`` (if there is one) to free its memory while it sleeps.
+    The server sets ``nccl_settings`` unless its environment has other values. ``known_releases`` holds
+    prefixes of the tested releases, and is empty for this project's own server. To free its memory while it
+    sleeps, a server on a GPU must have been started with ``sleep_option`` (if the kind has one).
     """
 
     name: ServerKind
@@ -176,7 +177,7 @@ KINDS: dict[ServerKind, KindRow] = {row.name: row for row in _ROWS}
 
 
 def kind_row(kind: ServerKind) -> KindRow:
-    """Returns the row of a kind; raises ValueError, which lists the kinds, if there is none."""
+    """Returns the row of a kind. Raises ValueError, which lists the known kinds, for an unknown one."""
     if kind not in KINDS:
         raise ValueError(f"inference.kind must be one of {', '.join(KINDS)}, got {kind!r}.")
     return KINDS[kind]
@@ -195,10 +196,10 @@ def refuse_keys(arguments: Sequence[str], source: str) -> None:
 def take_nccl_setting_of(kind: ServerKind, transport: str) -> None:
     """Sets ``NCCL_CUMEM_ENABLE`` as servers of a kind do, if weights are to travel over NCCL.
 
-    Both ends of a communicator must agree on it (see `weight_wire/group_facts.py`). NCCL reads it
-    once in a process, so call this before any process group exists. With the transport ``auto`` it does
-    nothing, because the trainer's own groups may be slower without cuMem. Servers with another setting
-    then receive from host memory.
+    Both ends of a communicator must agree on the setting (see `weight_wire/group_facts.py`). NCCL reads
+    it once in a process, so call this before any process group exists. With the transport ``auto``, this
+    does nothing, because the trainer's own groups may be slower without cuMem. Servers with another
+    setting then receive from host memory.
     """
     value = kind_row(kind).nccl_settings.get(SHARING_SETTING)
     if transport != "nccl" or value is None or SHARING_SETTING in os.environ:

@@ -46,8 +46,8 @@ _TORCH_DEFAULTS = {
 class LaunchedServer:
     """A server that this process started.
 
-    Its workers are in the session of ``process``. Its temporary ``folder`` is removed when it is stopped.
-    Its output begins at byte ``log_begin`` of the log.
+    The server's workers are in the session of ``process``. Its temporary ``folder`` is removed when the
+    server is stopped. The server's output begins at byte ``log_begin`` of the log.
     """
 
     spec: ServerSpec
@@ -65,7 +65,7 @@ class LaunchedServer:
         return url_of(self.spec.host, self.spec.port)
 
     def note_shared_memory(self) -> None:
-        """Notes the server's shared memory, which is removed later if the server leaves it behind."""
+        """Records the server's shared memory, so that it can be removed if the server leaves it behind."""
         if self.folder is not None:
             note_held(self.process.pid, self.folder)
 
@@ -92,7 +92,7 @@ class LaunchedServer:
 def server_command(
     spec: ServerSpec, environ: Mapping[str, str]
 ) -> tuple[list[str], dict[str, str]]:
-    """Returns command and environment of a server. ``environ`` overrides the launcher's defaults."""
+    """Returns the command and the environment of a server. ``environ`` overrides the launcher's defaults."""
     command = kind_row(spec.kind).launch_command(spec)
     # As `python -m` would search the current folder first.
     defaults = {"PYTHONSAFEPATH": "1", **command.defaults}
@@ -115,9 +115,9 @@ def server_command(
 
 
 def set_random_keys(inference: "Inference", environ: MutableMapping[str, str]) -> None:
-    """Sets random keys for launched servers in ``environ``, rank 0's, where the user has set none.
+    """Sets random keys for launched servers in ``environ``, rank 0's environment, if the user has set none.
 
-    Otherwise other users of the machine could generate on the servers and replace their weights.
+    Without keys, other users of the machine could generate on the servers and replace their weights.
     """
     if not inference.launch:
         return
@@ -215,7 +215,7 @@ def start_servers(config: "RolloutProcessConfig", ports: Sequence[int]) -> list[
 
 
 def start_server(spec: ServerSpec, log_file: Path, *, keep_log: bool = False) -> LaunchedServer:
-    """Starts one server; see :func:`start_servers`. ``keep_log`` appends to an earlier log."""
+    """Starts one server; see :func:`start_servers`. With ``keep_log``, appends to an earlier log."""
     command, environ = server_command(spec, os.environ)
     log_file.parent.mkdir(parents=True, exist_ok=True)
     if not keep_log:
@@ -252,10 +252,10 @@ def stop_servers(servers: Sequence[LaunchedServer], grace_seconds: float = 3.0) 
 
 
 class HeldPorts:
-    """Distinct free ports that Linux gives to no outgoing connection while they are held.
+    """Holds distinct free ports, so that Linux gives none of them to an outgoing connection.
 
-    A restarted server must find its port free. A socket that is bound to the port, but does not listen,
-    reserves it. Servers can still listen there, because all kinds set SO_REUSEADDR.
+    A restarted server must find its port free. Each port is held by a socket that is bound to it but does
+    not listen. Servers can still listen there, because all kinds set SO_REUSEADDR.
     """
 
     def __init__(self, count: int) -> None:

@@ -40,7 +40,7 @@ _MAX_SERVERS = 4096
 
 @dataclass(frozen=True)
 class Registration:
-    """One server as the trainer reaches it. ``started`` is by the server's clock; ``beat`` counts up."""
+    """A server's registration. ``started`` is the server's time; ``beat`` grows each time it is renewed."""
 
     url: str
     kind: ServerKind
@@ -54,7 +54,7 @@ class Registration:
 
 
 def parse_registration(content: bytes) -> Registration:
-    """Parses the content of a server's file; raises ValueError if it is malformed."""
+    """Parses the content of a server's file. Raises ValueError if it is malformed."""
     wanted = "A registration must be a JSON object with url, kind, host, pid, started and beat"
     try:
         found = Registration(**json.loads(content))
@@ -66,7 +66,7 @@ def parse_registration(content: bytes) -> Registration:
 
 
 def registry_folder(inference: "Inference", dump_folder: str) -> str | None:
-    """Returns the folder where servers register; ``None`` if those of the run do not register."""
+    """Returns the folder where servers register, or ``None`` if the run's servers do not register."""
     if inference.registry is None and inference.registry_address is not None:
         return f"{dump_folder}/registry"
     return inference.registry
@@ -115,7 +115,7 @@ def _read(file: Path) -> Registration | None:
 
 
 class RegisteredServers:
-    """Follows a folder's servers of the run's kind. ``clock`` must never go back."""
+    """Tracks the servers of one kind that register in a folder. ``clock`` must never go back."""
 
     name = "inference.registry"
 
@@ -129,13 +129,13 @@ class RegisteredServers:
         self._taken: list[str] = []
 
     def read(self) -> list[str]:
-        """Returns the living servers; raises ValueError if there is none."""
+        """Returns the URLs of the living servers. Raises ValueError if there is none."""
         return checked_urls(self._living(), self.name)
 
     def poll(self) -> list[str] | None:
-        """Returns the living servers if they have changed since the last call, else ``None``.
+        """Returns the URLs of the living servers if they have changed since the last call, else ``None``.
 
-        Never returns an empty list: if all are silent, the run keeps those that it has.
+        Never returns an empty list: if no server is alive, the run keeps the servers that it has.
         """
         living = self._living()
         if not living or living == self._taken:
@@ -144,7 +144,7 @@ class RegisteredServers:
         return living
 
     def _living(self) -> list[str]:
-        """Reads the folder; returns the servers whose number was seen to change in the last 30 s."""
+        """Reads the folder. Returns the URLs of servers whose ``beat`` was seen to change in the last 30 s."""
         now, before, self._beats = self._clock(), self._beats, {}
         for one in self._folder.read():
             if one.kind != self._kind:

@@ -1,20 +1,20 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Keys and values of the running requests, one slot for each.
+"""The KV cache of the embedded server, with one slot for each running request.
 
 A running request is row ``i`` of every step and owns slot ``i``. The engine keeps the rows
 dense, so a step reads ranges of slots as views, without a gather. When requests end, the last
 rows move into the free slots.
 
 Invariants:
-    - Positions ``[0, length)`` of a slot hold the computed tokens of its request. The rest is
-      meaningless and masked, but finite: it is zeroed on allocation, because an attention weight
-      of 0 times NaN is NaN.
+    - Positions ``[0, length)`` of a slot hold the computed tokens of its request. The other positions
+      are masked, but must be finite, because an attention weight of 0 times NaN is NaN. They are
+      therefore zeroed on allocation.
     - Storage grows by doubling and shrinks only in :meth:`SlotCache.release`, so it is allocated a
       few times in a run.
-    - Slots are addressed by integers and by tensors of their own device. A list would be uploaded,
-      and the host would wait for the upload.
+    - Slots are indexed by integers or by tensors on the cache's device. A list as index would be
+      uploaded, and the host would wait for the upload.
 """
 
 from typing import Any
@@ -26,7 +26,7 @@ from torchtitan.grpo.inference.embedded.step_layout import StepLayout
 
 
 class SlotCache(Cache):
-    """A cache of rows of different lengths. ``generation`` counts how often its storage was replaced."""
+    """A KV cache whose rows differ in length. ``generation`` counts how often its storage was replaced."""
 
     step: StepLayout
 
@@ -39,7 +39,7 @@ class SlotCache(Cache):
         self._rows = torch.empty(0, dtype=torch.long)
 
     def release(self) -> None:
-        """Frees all slots, none of which may be in use; the next step allocates new ones."""
+        """Frees all slots. No request may be using one. The next step allocates new slots."""
         self._num_slots = min(16, self.max_slots)
         self._length = min(128, self.max_length)
         # Keys and values, one tensor a layer: [2, slots, kv_heads, length, head_dim].
@@ -70,7 +70,7 @@ class SlotCache(Cache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Writes new keys and values, [1, kv_heads, num_tokens, head_dim], and returns them.
 
-        Attention uses what is returned for whole prompts only, and otherwise reads ``slots``.
+        Attention uses the returned tensors only for whole prompts. For other tokens it reads ``slots``.
         """
         if layer_idx == len(self.slots):
             self.slots.append(self._allocate(key_states))
@@ -99,7 +99,7 @@ class SlotCache(Cache):
         return like.new_zeros(2, self._num_slots, kv_heads, self._length, head_dim)
 
     def reserve(self, num_slots: int, length: int) -> None:
-        """Makes room for ``num_slots`` slots of ``length`` positions, and keeps what is stored."""
+        """Makes room for ``num_slots`` slots of ``length`` positions, and keeps the stored keys and values."""
         if num_slots <= self._num_slots and length <= self._length:
             return
         old_slots, old_length = self._num_slots, self._length

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Loads a transformers model, and runs its prefill and decode steps over the slots."""
+"""Loads a transformers model, and runs its prefill and decode steps on the slots of the KV cache."""
 
 import json
 import logging
@@ -55,10 +55,10 @@ _LOGIT_ROWS = 256
 
 
 class ModelRunner:
-    """A causal language model and the slots of its running requests.
+    """A causal language model and the KV cache of its running requests.
 
-    Once the engine has started, only its thread uses the runner. ``max_length`` bounds prompt and completion
-    together. Only ``known_ids`` are sampled; None allows all ids.
+    Once the engine has started, only the engine's thread uses the runner. ``max_length`` bounds prompt and
+    completion together. Only ``known_ids`` are sampled; None allows all ids.
     """
 
     def __init__(
@@ -93,10 +93,10 @@ class ModelRunner:
     def step(
         self, ids: torch.Tensor, positions: torch.Tensor, lengths: list[int], plan: PrefillPlan
     ) -> torch.Tensor:
-        """Computes one token of each row and the prompts of ``plan``; returns [rows, vocab] logits.
+        """Computes one token of each row and the prompts of ``plan``. Returns [rows, vocab] logits.
 
-        ``ids`` and ``positions`` [rows] are those of each row's newest token, which for a prompt is its last
-        planned one. ``lengths`` are the positions plus 1.
+        ``ids`` and ``positions`` [rows] belong to each row's newest token. For a prompt, that is the last
+        token planned for this step. ``lengths`` are the positions plus 1.
         """
         hidden, (whole, chunk) = None, self._prompt_parts(plan)
         if self._graphs is not None and whole is None and chunk is None:
@@ -107,7 +107,7 @@ class ModelRunner:
         return self.model.lm_head(hidden[: len(lengths)])
 
     def release(self) -> None:
-        """Frees keys, values and graphs; there must be no rows."""
+        """Frees the KV cache and the CUDA graphs. No request may be running."""
         self.cache.release()
         if self._graphs is not None:
             self._graphs.release()
@@ -137,7 +137,7 @@ class ModelRunner:
         return masked
 
     def _prompt_parts(self, plan: PrefillPlan) -> tuple[WholePart | None, ChunkPart | None]:
-        """Uploads all prompt tokens in one copy. Whole prompts are padded on the right; masks are causal."""
+        """Uploads the prompt tokens of a step in one copy. Returns its whole prompts and its chunk, or None."""
         # A prompt, or a chunk, of one token is only its row's token.
         prefills = [prefill for prefill in plan.whole if len(prefill.tokens) > 1]
         chunk = plan.chunk
@@ -169,9 +169,10 @@ class ModelRunner:
         return whole, ChunkPart(chunk_ids, chunk_slots, chunk_rows[0], chunk.start, mask)
 
     def rate(self, sequences: list[list[int]], num_top: int = 0) -> list[PromptRating]:
-        """Returns the logprob of each token but the first. Takes one forward pass, and uses no slots.
+        """Returns the logprob of each token of the sequences, except of the first ones.
 
-        Also returns the ``num_top`` most likely tokens at each position, the most likely one first.
+        Also returns the ``num_top`` most likely tokens at each position, the most likely one first. Runs
+        one forward pass without the KV cache.
         """
         longest = max(map(len, sequences))
         padded = [tokens + [0] * (longest - len(tokens)) for tokens in sequences]
@@ -209,7 +210,7 @@ class ModelRunner:
 
 
 def _call_positions(model: PreTrainedModel) -> int:
-    """Returns the cost of one more attention call, as the number of positions read in the same time."""
+    """Returns how many cached positions can be read in the time that one more attention call costs."""
     config = model.config
     position_bytes = 2 * config.num_key_value_heads * _head_dim(config) * model.dtype.itemsize
     return _CALL_BYTES.get(model.device.type, _CALL_BYTES["cuda"]) // position_bytes
@@ -248,7 +249,7 @@ def _check_attention(model: PreTrainedModel) -> None:
 
 
 def read_config(path: str) -> tuple[PreTrainedConfig, int | None]:
-    """Returns the configuration with full attention, and the window's length, up to which that is exact."""
+    """Returns the configuration, changed to full attention, and the length of the original window, if any."""
     file = Path(path) / "config.json"
     content, window = read_json(file, _SETTING), None
     refuse_quantised(content, file, _SETTING)
@@ -270,7 +271,7 @@ def load_model(path: str, device: str, dtype: str) -> PreTrainedModel:
     Attention is full in each layer. For a model with sliding windows, ``max_position_embeddings`` is limited
     to the window's length, up to which full attention gives the same. The device ``auto`` is CUDA if there is
     a GPU; the dtype ``auto`` is float32 on CPU and bfloat16 on CUDA. Raises ValueError if the weights are
-    quantized or do not match the model, or if the directory is an export that was changed since.
+    quantized or do not match the model, or if the directory is an export whose files were changed later.
     """
     check_folder(path)
     for weights in (False, True):
@@ -305,7 +306,7 @@ def load_model(path: str, device: str, dtype: str) -> PreTrainedModel:
 
 
 def read_known_ids(path: str) -> set[int] | None:
-    """Returns the ids that may be sampled: those of tokenizer.json and :func:`read_eos_ids`."""
+    """Returns the token ids that may be sampled: those in tokenizer.json and those of :func:`read_eos_ids`."""
     file = Path(path) / "tokenizer.json"
     if not file.is_file():
         logger.info("There is no tokenizer.json in %s, so all of the vocabulary is sampled.", path)
@@ -314,7 +315,7 @@ def read_known_ids(path: str) -> set[int] | None:
 
 
 def read_eos_ids(path: str) -> frozenset[int]:
-    """Returns the ids in both config files. The trainer refuses files that hold anything else."""
+    """Returns the EOS ids in config.json and generation_config.json, ignoring entries that are no ids."""
     found: set[int] = set()
     for name in ("config.json", "generation_config.json"):
         file = Path(path) / name

@@ -10,9 +10,9 @@ of it, and the following steps the rest.
 
 Invariants:
     - At most one prompt is cut at a time, and nothing overtakes it.
-    - A step computes at least one token of the first prompt that waits and has a row.
-    - The running requests and the tokens of prompts, padding included, are at most the budget.
-      Further requests for the same tokens are free, because each adds only its row's token.
+    - A step computes at least one token of the first unfinished prompt, if a row is free for it.
+    - The tokens of a step (one of each running request, and those of prompts with their padding) are
+      at most the budget. Further requests with equal tokens are free, as each adds only its row's token.
 
 The budget is ``max_prefill_tokens`` where nobody would gain from small steps: if no request is
 running, or if requests are computed again because the weights have changed.
@@ -27,9 +27,10 @@ from torchtitan.grpo.inference.embedded.request import Request
 
 @dataclass(eq=False)
 class Prefill:
-    """Tokens that are to be computed once for all requests that consist of exactly these tokens so far.
+    """Tokens to compute once for several requests whose tokens so far are all equal to them.
 
-    The first ``start`` tokens are in the requests' slots, and the first ``stop`` after the planned step.
+    Before the planned step, the requests' slots hold the first ``start`` tokens, and after it the first
+    ``stop``.
     """
 
     tokens: list[int]
@@ -38,7 +39,7 @@ class Prefill:
     stop: int = 0
 
     def plan(self, num_tokens: int) -> int:
-        """Plans the next ``num_tokens`` tokens, or all that are left; returns how many."""
+        """Plans the next ``num_tokens`` tokens, or all that are left. Returns how many were planned."""
         self.start, self.stop = self.stop, min(self.stop + num_tokens, len(self.tokens))
         for request in self.requests:
             request.prefilled_to = self.stop if self.is_cut else None
@@ -46,7 +47,7 @@ class Prefill:
 
     @property
     def rows(self) -> list[int]:
-        """The rows of the requests. Every request has one when the step is computed."""
+        """The rows of the requests. Every request has been given one by the time the step is computed."""
         return [request.row for request in self.requests if request.row is not None]
 
     @property
@@ -104,9 +105,9 @@ class PrefillQueue:
             self.waiting.remove(request)
 
     def put_back(self, running: Iterable[Request]) -> int:
-        """Puts requests back to the front, to be computed anew, also those being computed in chunks.
+        """Puts requests back at the front of the queue, to be computed from the start.
 
-        Returns their number.
+        Does so for ``running`` and for the requests that are being computed in chunks. Returns their number.
         """
         first = list(running)
         if self.cut is not None:
@@ -124,7 +125,7 @@ class PrefillQueue:
         return self._step_tokens - num_running
 
     def _take_equal(self, prefill: Prefill, num_free: int) -> int:
-        """Adds requests with the same tokens from the front of the queue to ``prefill``; returns how many."""
+        """Moves requests with the same tokens from the queue's front to ``prefill``. Returns how many."""
         count = 0
         while count < num_free and self.waiting and self.waiting[0].token_ids == prefill.tokens:
             request = self.waiting.popleft()
@@ -135,7 +136,7 @@ class PrefillQueue:
         return count
 
     def _plan_waiting(self, plan: PrefillPlan, budget: int, num_free: int) -> None:
-        """Adds whole prompts while they fit and, unless there is a chunk, part of the next one."""
+        """Adds whole prompts to ``plan`` while they fit, and then part of the next one if there is no chunk."""
         found: dict[tuple[int, ...], Prefill] = {}
         longest = 0
         while self.waiting and num_free > 0:
@@ -159,7 +160,7 @@ class PrefillQueue:
 
 
 def default_step_tokens(max_slots: int, device: str) -> int:
-    """Returns the default budget. On a GPU, 512 prompt tokens cost little, as decoding waits for memory."""
+    """Returns the default token budget. On a GPU, 512 prompt tokens beside the decoding rows cost little."""
     return max_slots + (512 if device == "cuda" else max(16, max_slots // 2))
 
 

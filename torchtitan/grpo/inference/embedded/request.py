@@ -22,7 +22,7 @@ class Request:
     PREFILLING. New weights send a request that has a row back to WAITING.
 
     Attributes:
-        stop_ids: Tokens that end the completion, including the model's own unless they are ignored.
+        stop_ids: Tokens that end the completion, including the model's EOS tokens unless they are ignored.
         on_end: Called on the server's event loop when the request has finished.
         prefilled_to: While the prompt is computed in chunks, the number of its tokens that are
             in the slot after the current step; else ``None``.
@@ -65,7 +65,7 @@ class Request:
 
     @property
     def next_input(self) -> int:
-        """Token that the current step computes in the request's row, the last of the cached tokens."""
+        """Token that the current step computes in the request's row: the last one counted in ``num_cached``."""
         position = self.num_cached - 1 - len(self.prompt_ids)
         return self.output_ids[position] if position >= 0 else self.prompt_ids[position]
 
@@ -74,7 +74,7 @@ class Request:
         self.segments = [*(s for s in self.segments if s[1] < start), (version, start)]
 
     def append(self, token_id: int, logprob: float) -> bool:
-        """Appends one sampled token; returns whether the request has finished."""
+        """Appends one sampled token, and returns whether the request has finished."""
         if logprob != logprob:
             self.finish_reason = {
                 "type": "abort",

@@ -40,7 +40,7 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class SamplingBatch:
-    """The sampling parameters of a batch's rows, as tensors. Those that no row needs are ``None``.
+    """The sampling parameters of a batch's rows, as tensors. A parameter that no row needs is ``None``.
 
     ``temperature`` is [rows, 1] float32, 1 for greedy rows, and ``greedy`` [rows] bool. ``filters`` holds
     the indices of rows with top-k or top-p, [filtered], and these rows' top-k (inf is off) and top-p, both
@@ -54,7 +54,7 @@ class SamplingBatch:
 
     @staticmethod
     def columns(params: list[SamplingParams]) -> list[list[float]]:
-        """Returns the lists of numbers that :meth:`from_columns` needs, to be uploaded as float64."""
+        """Returns lists of numbers, which the caller uploads as float64 and passes to :meth:`from_columns`."""
         filtered = [(i, p) for i, p in enumerate(params) if p.is_filtered]
         return [
             [1.0 if p.is_greedy else p.temperature for p in params],
@@ -93,8 +93,8 @@ def sample(
     """Samples one token for each row of the logits, [rows, vocab] of any float dtype.
 
     ``generator`` serves rows without a seed; ``excluded``, [vocab] bool, is never sampled. Returns
-    ids [rows] long, and their logprobs [rows] float32 after the temperature, as the trainer
-    computes them: not renormalized over the tokens that ``excluded``, top-p and top-k leave.
+    ids [rows] long, and their logprobs [rows] float32 after temperature. The logprobs are not
+    renormalized for ``excluded``, top-p and top-k, because the trainer does not do so either.
     """
     logits = logits.float()
     if batch.temperature is not None:
@@ -113,7 +113,7 @@ def sample(
 def _uniform(
     batch: SamplingBatch, num_rows: int, device: torch.device, generator: torch.Generator
 ) -> torch.Tensor:
-    """Returns one number in [0, 1) for each row, [rows, 1] float64."""
+    """Returns one random number in [0, 1) for each row, [rows, 1] float64."""
     options = {"dtype": torch.float64, "device": device}
     uniform = torch.rand(num_rows, 1, generator=generator, **options)
     for row, own_generator in batch.seeded:
@@ -122,7 +122,7 @@ def _uniform(
 
 
 def _draw(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """Returns the token of each row at which the running sum of its weights passes ``uniform``.
+    """Draws a token of each row by inverse transform sampling, from one number in [0, 1) for each row.
 
     The weights are [rows, vocab] and need not sum to 1. First a block of tokens is found, and then
     the token in it, so that only sums of blocks are added in float64. One random number for each

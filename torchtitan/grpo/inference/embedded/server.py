@@ -3,8 +3,8 @@
 
 """The HTTP routes of the embedded server, with the names and shapes of SGLang's.
 
-It decodes by continuous batching over Hugging Face transformers: begin with request.py and step_layout.py,
-and go on with model.py (one step) and engine.py (all steps).
+The server decodes by continuous batching with Hugging Face transformers. To read the code, begin with
+request.py and step_layout.py, and go on with model.py (one step) and engine.py (all steps).
 
 The event loop never waits for the model or for a trainer. The engine's thread reports the end of
 generations, and blocking operations (joining a group, committing, reading a checkpoint) run on
@@ -46,7 +46,7 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class EmbeddedServer:
-    """Answers the routes. ``info`` holds the constant entries of ``/model_info`` and ``/server_info``."""
+    """Handles the routes. ``info`` holds the constant entries of ``/model_info`` and ``/server_info``."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class EmbeddedServer:
         return app
 
     def _guarded(self, handler: _Handler, level: AuthLevel) -> _Handler:
-        """Adds the checks of `access.py`, and turns exceptions into answers."""
+        """Returns the handler with the access checks of `access.py`, and with exceptions turned into answers."""
 
         async def guarded(request: web.Request) -> web.StreamResponse:
             refused = refusal(
@@ -127,7 +127,7 @@ class EmbeddedServer:
     # -- generation -------------------------------------------------------------------
 
     def _report(self, changed: list[Request]) -> None:
-        """Tells the event loop which requests have finished. Runs on the engine's thread."""
+        """Calls ``on_end`` of finished requests on the event loop. Runs on the engine's thread."""
         for request in changed:
             if request.finish_reason is not None:
                 self._loop.call_soon_threadsafe(request.on_end)
@@ -156,7 +156,7 @@ class EmbeddedServer:
         return web.json_response(bodies.format_chat_answer(request, text, self._info["model_path"]))
 
     async def _finished(self, requests: list[Request]) -> None:
-        """Submits requests and waits for their end. Aborts them if the client leaves before."""
+        """Submits requests and waits until they have finished. Aborts them if the client disconnects."""
         self._require_weights()
         ids = {request.request_id for request in requests}
         if taken := self._active_ids & ids:
@@ -329,7 +329,7 @@ class EmbeddedServer:
 
 
 class _NoWeights(RuntimeError):
-    """The server holds no weights: it is asleep, or was woken and waits for a push."""
+    """The server holds no weights: it is asleep, or has been woken and waits for pushed weights."""
 
 
 async def _parsed(http: web.Request, kind: type[_T]) -> _T:
@@ -357,8 +357,10 @@ async def _on_thread(function: Callable[[], _T]) -> _T:
 
 
 class EngineMonitor:
-    """Says whether the server is stuck: its engine has ended, or has running requests and is not paused, but
-    took no step between two calls of :meth:`health` that lie more than two minutes apart.
+    """Reports whether the server is stuck.
+
+    That is so if its engine has ended, or if the engine has running requests and is not paused, but took no
+    step between two calls of :meth:`health` more than two minutes apart.
     """
 
     def __init__(self, engine: Engine, clock: Callable[[], float] = time.monotonic) -> None:

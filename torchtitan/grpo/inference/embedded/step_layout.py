@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Describes which tokens one forward computes, and where their keys and values go.
+"""Describes which tokens one forward pass computes, and where their keys and values are stored.
 
 The tokens of a step form a single sequence of three parts:
 
@@ -22,7 +22,7 @@ import torch
 
 @dataclass(frozen=True)
 class RowRange:
-    """Rows ``start`` to ``stop``, exclusive, whose attention reads ``length`` positions.
+    """Rows ``start`` to ``stop``, exclusive, in which attention reads ``length`` cached positions.
 
     ``mask`` is additive, [rows, 1, 1, length], and ``None`` if all rows have this length.
     """
@@ -49,9 +49,9 @@ class WholePart:
 class ChunkPart:
     """A part of one prompt whose earlier tokens are in the slots already.
 
-    ``ids``, [num_tokens] long, has at least one token and begins at position ``start``. All ``slots`` store
-    the tokens, and attention reads ``first_slot``. ``mask`` is additive, [num_tokens, start + num_tokens],
-    and ``None`` if ``start`` is 0.
+    ``ids``, [num_tokens] long, has at least one token and begins at position ``start``. The keys and values
+    are stored in all ``slots``, and attention reads them from ``first_slot``. ``mask`` is additive,
+    [num_tokens, start + num_tokens], and ``None`` if ``start`` is 0.
     """
 
     ids: torch.Tensor
@@ -67,7 +67,7 @@ class ChunkPart:
 
 @dataclass(frozen=True)
 class StepLayout:
-    """The tokens of one forward; ``positions`` is [num_rows] long, and ``ranges`` are all rows."""
+    """The tokens of one forward pass. ``positions`` is [num_rows] long, and ``ranges`` cover all rows."""
 
     positions: torch.Tensor
     ranges: list[RowRange]
@@ -104,10 +104,10 @@ class StepLayout:
 
 
 def split_rows(lengths: Sequence[int], call_positions: int) -> list[RowRange]:
-    """Cuts the rows into ranges without masks, so that short rows read less than the longest.
+    """Cuts the rows into ranges, so that short rows need not read as many positions as the longest row.
 
-    All rows of a range read as many positions as its longest row. A range ends before the row with which it
-    would read more positions in vain than one more attention call costs (``call_positions``).
+    All rows of a range read as many positions as the range's longest row. A new range begins where reading
+    the masked positions would cost more than one more attention call (``call_positions``).
 
     >>> [(r.start, r.stop, r.length) for r in split_rows([5, 6, 90, 5, 5], 20)]
     [(0, 2, 6), (2, 3, 90), (3, 5, 5)]
@@ -129,7 +129,7 @@ def split_rows(lengths: Sequence[int], call_positions: int) -> list[RowRange]:
 def upload(
     lists: Sequence[Sequence[float]], device: torch.device, dtype: torch.dtype = torch.long
 ) -> list[torch.Tensor]:
-    """Returns each list as a tensor. All are copied to the device at once, and the host does not wait."""
+    """Returns each list as a tensor on the device. All take one copy, for which the host does not wait."""
     packed = torch.tensor(
         [number for numbers in lists for number in numbers],
         dtype=dtype,

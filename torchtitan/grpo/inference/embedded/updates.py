@@ -3,13 +3,12 @@
 
 """Weight updates of the embedded server.
 
-Buckets are received while the engine generates, and ``end`` swaps all of them in at once,
-between two steps. It commits only a whole update: every bucket has arrived and was verified,
-and one has named the ``weight_version``. Any other update is dropped, and the model does not
-change. A restarted trainer may therefore always call ``end`` or ``leave_all`` first.
+Buckets are received while the engine generates. ``end`` then swaps all of them in between two
+steps, but only if every bucket has arrived and was verified, and one of them has named the
+``weight_version``. Otherwise ``end`` drops the update, and the model does not change. A restarted
+trainer may therefore always call ``end`` or ``leave_all`` first.
 
-The methods raise :class:`UpdateError` or ValueError for every failure that is answered with
-status 400.
+Where a method raises :class:`UpdateError` or ValueError, the server answers with status 400.
 """
 
 import logging
@@ -46,7 +45,7 @@ class WeightUpdater:
     """Receives weights and commits them to the engine.
 
     NCCL groups receive on ``device``, gloo groups on the CPU. ``timeout_seconds`` bounds a
-    rendezvous, each broadcast, and the swap. Adapters are added to ``model_path``'s weights.
+    rendezvous, each broadcast, and the swap. Adapters are added to the weights in ``model_path``.
     """
 
     def __init__(
@@ -77,14 +76,14 @@ class WeightUpdater:
             self.session.drop()
 
     def sleep(self) -> None:
-        """Frees the memory of the weights and of the cache. All requests and an open update end."""
+        """Frees the memory of the weights and of the KV cache. Ends all requests, and drops an open update."""
         with self._exclusive(_LEAVE_SECONDS):
             self.session.release()
             self._pushed = set(self.table.parameters)  # adapters alone no longer make all weights
             self._wait(self._engine.sleep(self.table.release))
 
     def wake(self) -> None:
-        """Lets a sleeping server take weights. It serves again when all of them are committed."""
+        """Lets a sleeping server receive weights. It serves again once an update of all weights is committed."""
         with self._exclusive(_LEAVE_SECONDS):
             self._wait(self._engine.wake(self.table.allocate))
 
@@ -97,18 +96,18 @@ class WeightUpdater:
     def announce(
         self, bucket: BucketSpec, group_name: str, *, sequence: int | None, version: str | None
     ) -> "Future[None]":
-        """Queues or refuses one bucket. The future is done when the bucket has arrived and is verified."""
+        """Queues or refuses one bucket. The future completes when the bucket has arrived and was verified."""
         future = self.session.announce(bucket, group_name, sequence)
         self._version = version or self._version
         return future
 
     def fail(self, reason: str) -> None:
-        """Makes :meth:`end` drop the open update, one of whose buckets could not be parsed."""
+        """Makes :meth:`end` drop the open update, because one of its buckets could not be parsed."""
         if self.session.is_open:
             self.session.staging.refuse(reason)
 
     def end(self, version: str | None = None) -> tuple[str, float]:
-        """Commits the update, or drops all of it; returns a message, and the seconds generation stopped."""
+        """Commits or drops the whole update. Returns a message, and for how many seconds generation stopped."""
         with self._exclusive():
             if self.session.staging.is_receiving:
                 raise UpdateError(_UNDER_WAY)
@@ -116,7 +115,7 @@ class WeightUpdater:
                 return self._commit(version or self._version, self._timeout_seconds)
 
     def load_from_disk(self, model_path: str, version: str) -> float:
-        """Serves the weights of a Hugging Face directory; returns the seconds generation stopped."""
+        """Serves a Hugging Face directory's weights. Returns for how many seconds generation stopped."""
         with self._exclusive():
             self._refuse_asleep()
             self.session.begin()
@@ -140,7 +139,7 @@ class WeightUpdater:
 
     @contextmanager
     def _dropping(self) -> Iterator[None]:
-        """Drops the update if the ``with`` block fails, and raises an error that says so."""
+        """Drops the update if the ``with`` block fails, and raises an error saying that nothing was changed."""
         try:
             with self.table.on_stream():  # adapters may have been staged on it
                 yield
@@ -194,7 +193,7 @@ class WeightUpdater:
             raise UpdateError(Residence.ASLEEP.refusal)
 
     def _wait(self, future: "Future[_T]") -> _T:
-        """Waits for a call to the engine, and cancels it if it has not begun within the timeout."""
+        """Waits for a call to the engine, and cancels the call if it has not begun within the timeout."""
         try:
             return future.result(self._timeout_seconds)
         except FutureTimeoutError as error:
@@ -211,7 +210,7 @@ class WeightUpdater:
             ) from error
 
     def _is_base(self, dtypes: dict[str, str]) -> bool:
-        """Returns whether deltas can be applied: all weights were received, and are held exactly."""
+        """Returns whether later deltas can build on this update: it has all weights, and all are held exactly."""
         return (
             not self.session.is_of_adapters
             and not self.table.missing(dtypes)
@@ -223,7 +222,7 @@ class WeightUpdater:
 
 
 class _SwapError(UpdateError):
-    """A change of the weights has begun, and has not ended in time."""
+    """The engine has begun to swap weights and has not finished in time."""
 
 
 _UNDER_WAY = (

@@ -4,9 +4,9 @@
 """The parameters of the model by their Hugging Face names.
 
 On a CPU, new tensors replace the old ones, and nothing is copied. On a GPU, the parameters keep
-their addresses, which captured graphs hold (`decode_graph.py`):
+their addresses, because captured CUDA graphs contain them (`decode_graph.py`), and are copied into:
 
-    staging thread   pinned bucket -> staged tensor   on the table's stream, beside decoding
+    staging thread   pinned bucket -> staged tensor   on the table's stream, during decoding
     engine's thread  staged tensor -> parameter       on the decoding stream, between two steps
 
 The second copy stays on the GPU and reads and writes every byte once: 10 ms for 16 GB at 3.35 TB/s.
@@ -31,7 +31,7 @@ class Residence(Enum):
                          ^               |
                          +---- sleep ----+
 
-    Requests are taken only in SERVED, and updates in SERVED and EMPTY.
+    The server takes requests only in the state SERVED, and updates in SERVED and EMPTY.
     """
 
     SERVED = "served"
@@ -40,7 +40,7 @@ class Residence(Enum):
 
     @property
     def refusal(self) -> str | None:
-        """Why requests are refused, and what to do about it; ``None`` in SERVED."""
+        """Why requests are refused and what to do about it, or ``None`` in the state ``SERVED``."""
         if self is Residence.ASLEEP:
             return (
                 "The server is asleep. Send POST /resume_memory_occupation, and then push all of the "
@@ -52,7 +52,7 @@ class Residence(Enum):
 
 
 class WeightTable:
-    """The parameters of a model by name. A tied parameter is under each of its names."""
+    """The parameters of a model by name. A tied parameter is listed under each of its names."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         # The parameters themselves, not detached ones, because their storage will be replaced.
@@ -79,7 +79,7 @@ class WeightTable:
                 raise ValueError(f"{name}: shape must be {expected}, got {list(shape)}.")
 
     def missing(self, names: Collection[str]) -> list[str]:
-        """Returns the parameters none of whose names is in ``names``."""
+        """Returns the names of parameters that ``names`` does not cover. Any name covers a tied parameter."""
         covered = {id(self.parameters[name]) for name in names}
         return [n for n, p in self.parameters.items() if id(p) not in covered]
 
@@ -88,7 +88,7 @@ class WeightTable:
 
     @torch.no_grad()
     def prepared(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Copies and casts a tensor for :meth:`adopt`. On a GPU, :meth:`wait_prepared` waits for the copy."""
+        """Copies a tensor to the model's device and dtype for :meth:`adopt`. See :meth:`wait_prepared`."""
         held = self.parameters[name]
         with self.on_stream():
             # Moved first, so that the GPU casts, and a pinned tensor needs no other host memory.
@@ -109,7 +109,7 @@ class WeightTable:
 
     @torch.no_grad()
     def adopt(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Makes prepared tensors the parameters, for all later work of the current stream."""
+        """Replaces parameters by prepared tensors. Later work on the current stream uses the new ones."""
         if self.stream is None:
             for name, tensor in tensors.items():
                 self.parameters[name].data = tensor
@@ -122,11 +122,11 @@ class WeightTable:
         self.stream.wait_stream(decoding)
 
     def release(self) -> None:
-        """Frees the memory of the weights. Their names, shapes and dtypes stay."""
+        """Frees the memory of the weights, but keeps their names, shapes and dtypes."""
         self._replace(lambda held: held.new_zeros(()).expand(held.shape))
 
     def allocate(self) -> None:
-        """Allocates memory for new weights after :meth:`release`. On a CPU, new tensors bring their own."""
+        """On a GPU, allocates memory for new weights. On a CPU, :meth:`adopt` uses the memory of the new ones."""
         if self.stream is not None:
             self._replace(lambda held: held.new_empty(held.shape))
 
@@ -138,5 +138,5 @@ class WeightTable:
                 held.data = make(held.data)
 
     def checksums(self) -> dict[str, int]:
-        """Returns the checksum of each parameter (`checksum.py`), in the model's dtype."""
+        """Returns the checksum (`checksum.py`) of each parameter as it is stored, in the model's dtype."""
         return {name: tensor_checksum(p) for name, p in self.parameters.items()}
