@@ -7,10 +7,10 @@
         [--interface IF] [--device D] [further server arguments]
 
 With --register the server joins a run as soon as it is up, and leaves it when it ends; see
-`registry.py`. Its address is then the one on the route to the run, on a free port.
+`registry.py`. The default host is then this machine's address on the route to the run, with a free port.
 
-`scripts/serve_vllm.sh` and `scripts/serve_sglang.sh` call it with the interpreter of their kind.
-Mistakes that can be found before the server loads end it at once, with one line.
+`scripts/serve_vllm.sh` and `scripts/serve_sglang.sh` run this command with the interpreter of their kind.
+Mistakes that can be found before the server loads end the command at once, with one line.
 """
 
 import argparse
@@ -48,18 +48,18 @@ _STOP_SECONDS = 5.0
 
 
 class _Stopped(KeyboardInterrupt):
-    """The process was asked to end. (An event loop would swallow any other exception of a handler.)"""
+    """A signal asked the process to end. (An event loop would swallow a signal handler's other exceptions.)"""
 
 
 class Registrar:
-    """Registers one server again and again, in a folder or at a registry's URL. A URL needs a key."""
+    """Keeps one server registered in a folder or at a registry's URL. A URL needs a key."""
 
     def __init__(self, target: str, registration: Registration, key: str | None) -> None:
         self._target, self._registration, self._key = target, registration, key
         self._said = ""
 
     def beat(self) -> None:
-        """Registers the server. A failure is reported once, and the next beat tries again."""
+        """Registers the server, or renews its registration. Reports a failure once; the next call tries again."""
         self._registration = self._registration.next()
         try:
             self._send("PUT")
@@ -91,7 +91,7 @@ class Registrar:
 
 
 def request(url: str, method: str, route: str, body: object = None, key: str | None = None) -> None:
-    """Sends a request as the trainer does; raises ServerError if it fails or takes too long."""
+    """Sends a request as the trainer does. Raises ServerError if it fails or takes too long."""
 
     async def send() -> None:
         connection = HttpConnection(
@@ -108,7 +108,10 @@ def request(url: str, method: str, route: str, body: object = None, key: str | N
 def run_registered(
     command: Sequence[str], environ: Mapping[str, str], registrar: Registrar, url: str
 ) -> int:
-    """Runs a server at ``url`` until it ends or this process is asked to; returns its status."""
+    """Runs a server until it or this process is asked to end, registered while it is up at ``url``.
+
+    Returns the server's exit status, or 0 if this process was asked to end.
+    """
 
     handled = stop_signals()
 
@@ -148,7 +151,7 @@ _REPOSITORY = Path(__file__).resolve().parents[3]
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports a mistake in one line, without the usage before it."""
+    """An argument parser that reports a mistake in one line, without printing the usage first."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {message}\n")
@@ -258,7 +261,7 @@ def check_register(register: str | None, host: str) -> None:
 
 
 def open_port(host: str, port: int) -> int:
-    """Returns the port, or any free one for 0; raises ValueError if it is in use."""
+    """Returns the port, or a free port for 0. Raises ValueError if the port is in use."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         if port:

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Finds in the log of a server why it ended, and what the user can do."""
+"""Finds out from a server's log why the server ended, and what the user can do."""
 
 import re
 import shutil
@@ -28,10 +28,10 @@ _SHARED_MEMORY = re.compile(
 
 
 def first_causes(log_file: Path, begin: int = 0) -> str:
-    """Returns the first lines that name an error, unless the end of the log, shown anyway, has them all.
+    """Returns the log's first lines that name an error, or "" if the end of the log contains all of them.
 
-    Each process of a server prints a traceback when it ends. The cause is in the first one, far above the end
-    of the log. Lines before the byte ``begin`` belong to earlier servers at the same port.
+    (The end of the log is shown anyway.) Each process of a server prints a traceback when it ends. The first
+    traceback has the cause. Lines before the byte ``begin`` belong to earlier servers at the same port.
     """
     lines = map(_without_prefix, _lines(log_file, begin))
     causes = dict.fromkeys(line[:_LINE_CHARS] for line in lines if _CAUSE.search(line))
@@ -43,7 +43,7 @@ def first_causes(log_file: Path, begin: int = 0) -> str:
 
 
 def remedy(log_file: Path, begin: int = 0) -> str:
-    """Returns advice if the log or the disk explains the end of a server, else an empty text."""
+    """Returns advice if a full disk, or shared memory errors in the log, explain the end of a server, else ""."""
     if (free := _free_bytes(log_file)) < _ALMOST_FULL_BYTES:
         return (
             f"The disk of {log_file} is full ({free / 2**20:.1f} MiB are free), so what it wrote may be "
@@ -74,7 +74,7 @@ def log_tail(log_file: Path, begin: int = 0) -> str:
 
 
 def _without_prefix(line: str) -> str:
-    """Removes vLLM's log prefix from a line. A line whose level is not ERROR becomes empty."""
+    """Removes vLLM's log prefix from a line. Returns "" for a line with another level than ERROR."""
     found = _PREFIX.match(line)
     assert found is not None, "the pattern matches nothing at least"
     return line[found.end() :].strip() if found["level"] in (None, "ERROR") else ""
@@ -83,8 +83,8 @@ def _without_prefix(line: str) -> str:
 def _lines(log_file: Path, begin: int) -> Iterator[str]:
     """Yields the lines in the ``_SEARCHED_BYTES`` from ``begin`` on, or none if the log is unreadable.
 
-    The log is not read as one block: the C library keeps as much free memory as the largest block ever
-    returned to it, so this process would stay larger after each log of a lost server.
+    The log is not read as one block, because the C library would keep the memory of such a large block
+    after it is freed, and this process would stay larger.
     """
     try:
         with log_file.open("rb") as file:

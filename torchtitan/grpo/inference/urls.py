@@ -26,9 +26,9 @@ _Mark = tuple[int, int, int, int]
 
 
 def checked_urls(urls: Sequence[str], source: str) -> list[str]:
-    """Returns URLs in lower case, without a slash at the end. Raises ValueError for bad lists.
+    """Returns URLs in lower case, without a slash at the end.
 
-    A list is bad if it is empty, or if a URL is malformed or occurs twice.
+    Raises ValueError if the list is empty, or if a URL is malformed or occurs twice.
     """
     checked = []
     for url in urls:
@@ -65,7 +65,7 @@ def _checked_url(url: str) -> str:
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Splits host:port. The text of a ValueError is a reason that the caller appends to a sentence."""
+    """Splits host:port. Raises ValueError with a reason that the caller appends to a sentence."""
     host, colon, port = address.rpartition(":")
     if not colon or port.endswith("]"):
         raise ValueError("the port is missing")
@@ -79,7 +79,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def checked_host(host: str) -> str:
-    """Returns a host without port in lower case; see :func:`split_address`."""
+    """Returns a host name in lower case, or a normalized IP address. Raises like :func:`split_address`."""
     if ":" in host or re.fullmatch(r"[0-9.]+", host):
         return ipaddress.ip_address(host).compressed
     if _NAME.fullmatch(host.lower()) is None:
@@ -92,7 +92,7 @@ def url_of(host: str, port: int, scheme: str = "http") -> str:
 
 
 def parse_urls(text: str, source: str) -> list[str]:
-    """Reads one URL a line. Empty lines and # comments are ignored."""
+    """Reads URLs, one in each line. Ignores empty lines and # comments."""
     lines = (line.strip() for line in text.splitlines())
     return checked_urls([s for s in lines if s and not s.startswith("#")], source)
 
@@ -109,7 +109,7 @@ def read_urls(path: Path) -> list[str]:
 
 
 def named_urls(inference: "Inference") -> list[str]:
-    """Returns the URLs of ``[inference]``. If the file, which only rank 0 needs, is missing, returns none."""
+    """Returns the URLs that ``[inference]`` names: none if ``urls_file`` is missing, as it may be off rank 0."""
     if inference.urls_file is None:
         return checked_urls(inference.urls, "inference.urls") if inference.urls else []
     path = Path(inference.urls_file)
@@ -131,13 +131,13 @@ class UrlsFile:
         self._moving: _Mark | None = None
 
     def read(self) -> list[str]:
-        """Reads the URLs, or raises ValueError. :meth:`poll` does not report this state of the file."""
+        """Returns the URLs now in the file, or raises ValueError. :meth:`poll` then reports only later changes."""
         # Before the file is read, so that a write during the read counts as a change.
         self._taken = self._moving = self._mark()
         return read_urls(self._path)
 
     def poll(self) -> list[str] | None:
-        """Returns the URLs if the file has changed; raises ValueError once if the new file is unusable."""
+        """Returns the URLs if the file has changed, else None. Raises ValueError once if it is then unusable."""
         mark = self._mark()
         stands_still, self._moving = mark == self._moving, mark
         if mark == self._taken or not stands_still:

@@ -32,7 +32,7 @@ async def wait_until_up(
 ) -> None:
     """Returns when every server is up and has passed the check.
 
-    ``check`` is called with each server that is up, or that refuses the question; if it raises
+    ``check`` is called with each server that is up, or that refuses the health request. If ``check`` raises
     :class:`WrongServer`, the other waits end. ``tell`` gets messages about each missing server, at growing
     intervals. Raises RuntimeError, with the end of the log, if a launched server has ended, and
     TimeoutError if a server is not up in time.
@@ -84,7 +84,7 @@ class _Wait:
             await asyncio.sleep(_POLL_SECONDS)
 
     def _look(self) -> None:
-        """Raises RuntimeError if the server's process has ended; otherwise reminds the user if it is time."""
+        """Raises RuntimeError if the server's process has ended. Otherwise sends a reminder when one is due."""
         if self.server is not None and self.server.process.poll() is not None:
             raise RuntimeError(
                 f"A server must stay up, but it ended early. {self.server.describe_end()}"

@@ -4,12 +4,12 @@
 # SGLang has a separate environment, which the type checker does not see.
 # pyright: reportMissingImports=false
 
-"""Lets an SGLang server add low-rank adapters to its base weights, which are not sent with them.
+"""Lets an SGLang server add low-rank adapters to its base weights, so that only adapters are sent.
 
 Adapters come through SGLang's own route and process group. Two plugin hooks in the scheduler keep the
 adapters' factors until all have arrived. They then read the base weights from the server's directory, add
-the adapters, and give them to SGLang, which loads them like any others. All weights are loaded, also those
-without adapters, because a server that had another run's weights would otherwise serve a mixture.
+the adapters, and give the sums to SGLang, which loads them like any weights. Weights without adapters are
+loaded as well, because a server that had another run's weights would otherwise serve a mixture.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -33,7 +33,7 @@ NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
 
 def register_hooks() -> None:
-    """Registers the hooks if this release of SGLang has plugins. If not, the client's probe will fail."""
+    """Registers the hooks if this release of SGLang has plugins. Otherwise the client's probe will fail."""
     try:
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     except ImportError:
@@ -46,16 +46,16 @@ def register_hooks() -> None:
 
 
 class Probed(list[tuple[str, torch.Tensor]]):
-    """The empty list of weights of a probe, by which the client asks whether the hooks are installed."""
+    """The empty list of weights in a probe. The client sends probes to ask whether the hooks are installed."""
 
 
 def load(original: Callable[..., Any], updater: Any, weights: NamedTensors) -> Any:
-    """Answers a probe; loads everything else as SGLang does."""
+    """Replaces SGLang's ``load_weights_from_distributed``: answers a probe, and loads weights as SGLang does."""
     return (True, READY) if isinstance(weights, Probed) else original(updater, weights)
 
 
 class AdaptedWeights:
-    """All weights of a directory with adapters added. Each iteration computes them anew, one at a time."""
+    """All weights of a directory, with adapters added. Each iteration computes them again, one by one."""
 
     def __init__(
         self, base: BaseWeights, factors: dict[str, torch.Tensor], lora_scale: float
@@ -80,11 +80,11 @@ class ReceivedAdapters:
         load_format: str | None = None,
         **described: Any,
     ) -> NamedTensors:
-        """Receives one bucket with SGLang's ``original`` method; returns what SGLang is to load.
+        """Receives one bucket with SGLang's ``original`` method. Returns the weights that SGLang is to load.
 
-        A note in ``load_format`` marks buckets of adapters. For these it returns nothing until the last
-        bucket, and then all weights of the directory with the adapters added. Raises ValueError if
-        adapters do not belong to these weights, or if a bucket is missing.
+        A note in ``load_format`` marks buckets of adapters. For these the result is empty until the last
+        bucket, and then it is all weights of the server's directory with the adapters added. Raises
+        ValueError if the adapters belong to another base model, or if a bucket is missing.
         """
         if load_format == PROBE:
             return Probed()

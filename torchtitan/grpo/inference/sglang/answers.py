@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Requests and answers of SGLang's routes, which the embedded server has as well."""
+"""Builds requests to SGLang's routes and parses their answers. The embedded server has the same routes."""
 
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -106,7 +106,7 @@ def rating_body(
 def parse_rating(
     source: str, token_ids: list[int], start: int, num_top: int, body: Any
 ) -> PromptRating:
-    """Returns the rating of the tokens from ``start`` on. ``body`` is the sequence's part of the answer."""
+    """Returns the logprobs of a sequence's tokens from ``start`` on. ``body`` is its part of the answer."""
     sent = token_ids[start - 1 :]
     wanted = f"meta_info.input_token_logprobs of the {len(sent)} tokens asked for"
     if num_top:
@@ -129,7 +129,7 @@ def parse_rating(
 
 
 def parse_loads(source: str, body: Any) -> ServerLoad:
-    """Returns the load from ``/v1/loads``, which has one entry for each rank."""
+    """Returns the server's load from an answer of ``/v1/loads``, which has one entry for each rank."""
     with reading(source, body, "loads with num_running_reqs, num_waiting_reqs and token_usage"):
         ranks = body["loads"]
         return checked_load(

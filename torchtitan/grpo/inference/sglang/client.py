@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Client and launcher of SGLang servers (0.5.20 and later), whose routes the embedded server has."""
+"""Client and launcher of SGLang servers (0.5.20 and later). The embedded server has the same routes."""
 
 import re
 import sys
@@ -105,7 +105,7 @@ class SGLangClient(HttpClient):
         )
 
     async def _vocab_size(self) -> int | None:
-        """Returns the size of the vocabulary, which the answer to an invalid request reveals."""
+        """Returns the size of the vocabulary, found by sending a request that the server refuses."""
         outside = {"max_new_tokens": 1, "logit_bias": {str(_OUTSIDE_VOCABULARY): 0.0}}
         body = {"input_ids": [0], "sampling_params": outside}
         answer = await self._http.post("/generate", body, scope="generation", accept=(400,))
@@ -269,7 +269,7 @@ class SGLangClient(HttpClient):
             )
 
     async def _load_format(self, bucket: BucketSpec, *, is_last: bool) -> str:
-        """Returns the ``load_format`` of the next bucket; before adapters, checks that our hooks are there."""
+        """Returns the ``load_format`` of the next bucket. For adapters, first checks that our hooks are there."""
         if bucket.lora_scale is None or bucket.lora_base is None:
             return "flattened_bucket"
         if not self._adds_adapters:
@@ -288,7 +288,7 @@ class SGLangClient(HttpClient):
         return AdapterNote(index, is_last, bucket.lora_scale, bucket.lora_base).as_load_format()
 
     async def _refuse_unknown_names(self, bucket: BucketSpec, group: WeightGroupInfo) -> None:
-        """Raises ServerError for unknown names, which SGLang would ignore. Wrong shapes SGLang finds itself."""
+        """Raises ServerError for unknown names, which SGLang would ignore. (SGLang does check shapes.)"""
         if self._parameter_names is None:
             answer = await self._http.post(
                 "/weights_checker",
@@ -310,8 +310,8 @@ class SGLangClient(HttpClient):
     async def _mark_updating(self) -> None:
         """Replaces the server's version by a marker before the first tensor changes.
 
-        If a push fails half-way, no token that is sampled later can then pass for one of the old version,
-        whichever client resumes the server. (An old release answers 404.)
+        If a push fails half-way, tokens that are sampled afterwards then cannot be taken for tokens of the
+        old version, whichever client resumes the server. (An old release answers 404.)
         """
         if not self._update_marked:
             await self._http.post(

@@ -7,11 +7,11 @@
 
 Run it by path, with the interpreter of SGLang's environment and SGLang's own options. It adds:
 
-- `access.RequestGuard` before SGLang's routes. SGLang never learns the keys, because it shows them in its log
-  and in ``/server_info``; its requests to itself at the start get their key here.
+- `access.RequestGuard` before SGLang's routes. SGLang itself gets no keys, because it would show them in its
+  log and in ``/server_info``. This file adds the key to the requests that SGLang sends itself at the start.
 - A file in memory as the workers' rendezvous, in place of a store that listens on all interfaces.
-- On a CPU, stand-ins for two modules that SGLang imports and never calls, and that do not load
-  beside a CPU build of torch.
+- On a CPU, stand-ins for two modules that do not load with a CPU build of torch. SGLang imports them
+  but never calls them.
 - The hooks of `adapter_updates.py`.
 
 The stand-ins and the hooks reach the schedulers because a spawned process imports the main file again.
@@ -65,7 +65,7 @@ _LIBRARIES: list[Any] = []
 
 
 def install_stand_ins() -> None:
-    """Declares torchvision's operators and an empty ``vllm``."""
+    """Declares torchvision's operators, and puts an empty module in place of ``vllm``."""
     import torch
 
     # torchvision's C extension, which declares the operators, needs the torch that it was built
@@ -130,7 +130,7 @@ def guard_routes() -> None:
 
 
 class _KeyedRequests:
-    """Replaces the module ``requests`` in SGLang's requests to itself, and adds the route's key to them."""
+    """Stands in for the module ``requests`` where SGLang sends requests to itself, and adds the route's key."""
 
     def __init__(self, module: Any, key_of: Any) -> None:
         self._module, self._key_of = module, key_of
@@ -154,7 +154,7 @@ def hook_adapters() -> None:
 
 
 def _load_plugins() -> None:
-    """Loads SGLang's plugins, as must happen before its server is imported, if the release has any."""
+    """Loads SGLang's plugins if the release has any. Call it before SGLang's server is imported."""
     try:
         from sglang.srt.plugins import load_plugins  # pyright: ignore[reportMissingImports]
     except ImportError:
@@ -163,9 +163,9 @@ def _load_plugins() -> None:
 
 
 def meet_in_memory(arguments: list[str]) -> None:
-    """Makes a file in this process's memory the rendezvous of the workers of a server on one machine.
+    """Lets the workers of a server on one machine rendezvous through a file in this process's memory.
 
-    Only the same user can open the file, through /proc, and it ends with this process.
+    Only the same user can open the file, through /proc, and the file disappears with this process.
     """
     is_alone = all(option(arguments, name) is None for name in ("--dist-init-addr", "--nnodes"))
     if is_alone and sys.platform == "linux" and _MEETING_VARIABLE not in os.environ:

@@ -1,8 +1,9 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Requests and answers of vLLM's routes for generation and for its load. The answers also show which options
-the server was started with.
+"""Builds requests to vLLM's routes for generation and load, and parses their answers.
+
+Also finds out from answers which options the server was started with.
 """
 
 import re
@@ -34,7 +35,8 @@ _SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{[^}]*\})?\s+(\S+)", re.MULTILINE)
 
 
 def generate_body(request: GenerateRequest) -> dict[str, Any]:
-    """Returns the body of a request. It sets all that ``generation_config.json`` would otherwise fill in."""
+    """Returns the body of a request. It sets every value that vLLM would else take from
+    ``generation_config.json``."""
     return {
         "request_id": request.request_id,
         "token_ids": request.prompt_ids,
@@ -103,10 +105,10 @@ def parse_logprobs(source: str, body: Any) -> list[float]:
 def parse_rating(
     source: str, token_ids: list[int], start: int, num_top: int, body: Any
 ) -> PromptRating:
-    """Returns the rating of the tokens from ``start`` on.
+    """Returns the logprobs of a sequence's tokens from ``start`` on.
 
-    vLLM answers one object for each position. It holds the most likely tokens with their ranks, and the
-    token itself, which may be one of them.
+    vLLM answers with one object for each position. The object holds the most likely tokens with their ranks,
+    and the sequence's own token, which may be one of them.
     """
     rated = token_ids[start:]
     with reading(source, body, f"prompt_logprobs of the {len(token_ids)} tokens sent"):
@@ -126,7 +128,7 @@ def parse_rating(
 
 
 def refuses_num_top(error: RouteError) -> bool:
-    """Returns whether vLLM refused because of ``--max-logprobs``. Its error names the field."""
+    """Returns whether vLLM refused a request because it asked for more top tokens than ``--max-logprobs``."""
     if error.status != 400 or not isinstance(error.body, dict):
         return False
     reason = error.body.get("error")
@@ -182,7 +184,7 @@ _REFUSED = (400, 404, 405, 500)
 
 @dataclass
 class Examined:
-    """What :func:`examine` has found. ``can_generate`` tells whether the server has the route for token ids."""
+    """The result of :func:`examine`. ``can_generate`` tells whether the server has the route for token ids."""
 
     vocab_size: int | None = None
     can_generate: bool = True
@@ -191,7 +193,7 @@ class Examined:
 
 
 async def examine(http: HttpConnection) -> Examined:
-    """Finds out whether the server has the options that a run needs, without changing the server.
+    """Finds out whether the server was started with the options that a run needs. Does not change the server.
 
     Each option is recognized by how a route behaves, because ``/server_info`` takes half a minute.
     """

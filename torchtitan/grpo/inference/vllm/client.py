@@ -3,7 +3,7 @@
 
 """Client and launcher of vLLM servers (0.32 and 0.33) with this project's weight transfer engine.
 
-:func:`launch_command` sets what they need: ``--enable-scale-out`` (whose route for token ids
+:func:`launch_command` sets the options that they need: ``--enable-scale-out`` (whose route for token ids
 reports the weight version of every token), ``VLLM_SERVER_DEV_MODE=1`` (routes for reinforcement
 learning), ``--weight-transfer-config`` and ``--logprobs-mode processed_logprobs``.
 """
@@ -95,17 +95,17 @@ class VLLMClient(HttpClient):
         return answers.parse_generation(f"{self.url}{answers.GENERATE_ROUTE}", request, body)
 
     async def _require_processed_logprobs(self, prompt_ids: list[int]) -> None:
-        """Checks once that the server's logprobs are those after temperature. Requests wait for the check."""
+        """Checks once that the server returns logprobs after temperature. Requests wait for the check."""
         probe = self._logprobs_probe
         if probe is None or (probe.done() and (probe.cancelled() or probe.exception())):
             probe = self._logprobs_probe = asyncio.ensure_future(self._probe_logprobs(prompt_ids))
         await asyncio.shield(probe)
 
     async def _probe_logprobs(self, prompt_ids: list[int]) -> None:
-        """Requests two completions of one token, each with another token as the only one allowed.
+        """Requests two completions of one token, each with a different token as the only one allowed.
 
-        If logprobs are those of the distribution that is sampled from, both are 0. Those of the raw
-        distribution cannot both be 0. (``/server_info`` would take half a minute.)
+        Both logprobs are 0 if they are of the distribution that is sampled from. In the raw distribution
+        they cannot both be 0. Raises LogprobsError if one is not 0. (``/server_info`` takes half a minute.)
         """
         for token in _PROBE_TOKENS:
             name = f"probe-{uuid.uuid4().hex}"
@@ -178,7 +178,7 @@ class VLLMClient(HttpClient):
         return [facts_from_json(result) for result in results] or [GroupFacts(hint=NO_EXTENSION)]
 
     async def _ask_workers(self, method: str) -> list[Any]:
-        """Returns each worker's answer, or nothing if vLLM was started without the extension."""
+        """Calls a method of all workers. Returns their answers, or [] if vLLM runs without our extension."""
         body = {"method": method}
         answer = await self._http.post("/collective_rpc", body, accept=(400, 404, 500))
         results = answer.body.get("results") if isinstance(answer.body, dict) else None
@@ -273,7 +273,7 @@ class VLLMClient(HttpClient):
             await self._update({"action": "receive", **info}, timeout_seconds=group.timeout_seconds)
 
     async def _mark_updating(self) -> None:
-        """Replaces the version by a marker: after a load that fails half-way, no token may have the old one."""
+        """Replaces the version by a marker, so that no token gets the old version if a load fails half-way."""
         await self._http.post("/update_weight_version", {"new_version": UPDATING_LABEL})
         self._update_marked = True
 

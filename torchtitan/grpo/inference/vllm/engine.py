@@ -4,9 +4,9 @@
 # vLLM has its own environment, which the type checker does not see.
 # pyright: reportMissingImports=false
 
-"""Connects `updates.py` to one vLLM worker, as vLLM's weight transfer engine.
+"""The weight transfer engine of one vLLM worker, which connects vLLM to `updates.py`.
 
-vLLM calls it from its routes, such as ``/start_weight_update``. New weights are loaded with
+vLLM calls the engine from its routes, such as ``/start_weight_update``. New weights are loaded with
 vLLM's layerwise reload, which accepts tensors in the layout of the checkpoint.
 """
 
@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class GroupInitInfo(WeightTransferInitInfo):
-    """A :class:`WeightGroupInfo`. A ``probe`` joins no group; it only looks for room to stage updates."""
+    """A :class:`WeightGroupInfo`. With ``probe``, joins no group, and only checks for room to stage updates."""
 
     master_address: str
     master_port: int
@@ -103,7 +103,7 @@ class TorchGroupWeightEngine(WeightTransferEngine[GroupInitInfo, BucketUpdateInf
         self._updates.leave()
 
     def _choose_place(self, deltas: bool) -> None:
-        """Decides where updates are staged; raises if there is no room for the whole model."""
+        """Decides where updates are staged. Raises RuntimeError if there is no room for the whole model."""
         if self.device.type != "cuda":
             return  # received on the host, whose memory the operator has chosen
         parallel = self.parallel_config
@@ -166,10 +166,10 @@ class _ReloadedModel:
 
 
 def _pack_output_again(model: torch.nn.Module) -> None:
-    """Makes an output layer on the CPU compute with the weights that its parameter has now.
+    """Makes the output layer on a CPU use the weights that its parameter now has.
 
-    On a CPU, vLLM multiplies by a packed copy of the weights. A reload renews it only for layers that were
-    sent weights by name. An output layer that is tied to the embedding is sent none.
+    On a CPU, vLLM multiplies by a packed copy of the weights. A reload renews the copy only for layers whose
+    weights were sent by name, but no weight is sent for an output layer that is tied to the embedding.
     """
     for layer in model.modules():
         if isinstance(layer, VocabParallelEmbedding) and hasattr(layer, "cpu_linear"):

@@ -4,8 +4,8 @@
 """The guard of vLLM's HTTP routes, for its option ``--middleware``.
 
 vLLM's own key guards only the routes below ``/v1`` and ``/inference``. Pushes of weights need vLLM's
-development mode. There, clients without a key could otherwise pause the server, replace its weights, or
-call any method of its workers through ``/collective_rpc``.
+development mode, whose further routes would let clients without a key pause the server, replace its
+weights, or call any method of its workers through ``/collective_rpc``.
 """
 
 from typing import Any
@@ -32,7 +32,7 @@ _GENERATION = (
 
 
 class VllmGuard(RequestGuard):
-    """Asks for the admin key on all of vLLM's routes but ``/health`` and those that generation needs."""
+    """Requires the admin key on all of vLLM's routes except ``/health`` and those that generation needs."""
 
     def __init__(self, app: Any) -> None:
         super().__init__(app, open_routes=_OPEN, generation_routes=_GENERATION)

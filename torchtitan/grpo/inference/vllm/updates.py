@@ -9,16 +9,16 @@ otherwise in pinned host memory:
     begin -> (stage | disk)* -> verify -> finish
 
 ``stage`` and ``disk`` return at once, so vLLM generates during the transfer. Only ``finish``
-changes the served weights; a failure before it leaves them whole. Without room in either place, the
+changes the served weights. A failure before it does not change them. Without room in either place, the
 update is direct, and vLLM must be paused: ``begin -> check -> receive* -> finish``.
 
-``abandon`` replaces the rest of either sequence. vLLM rebuilds a layer once all of its weights have
-been loaded, and until then it has none. After a failure during a load, every layer is therefore
-given weights again: the new ones if they were complete, else the old ones. Such a mixture must not
-be served under any version; the client takes the version off before the first layer is loaded.
+``abandon`` replaces the rest of either sequence. vLLM rebuilds a layer once all of the layer's weights
+have been loaded. Until then the layer has no weights. After a failure during a load, every layer is
+therefore given weights again: the new ones if they were complete, else the old ones. Such a mixture must
+not be served under any version, so the client removes the version before the first layer is loaded.
 
-A delta is applied to a copy of the last committed version on the host. This copy exists only if deltas were
-announced when the group was joined. It is dropped when the first weights of the next version are loaded.
+Deltas are applied to a copy, in host memory, of the last committed version. The copy exists only if deltas
+were announced when the group was joined. It is dropped when loading of the next version begins.
 """
 
 import logging
@@ -57,7 +57,7 @@ class LoadableModel(Protocol):
     def checkpoint_folder(self) -> str: ...
 
     def begin_load(self) -> None:
-        """Takes the weights off the layers. A layer is rebuilt once it has all of its new ones."""
+        """Removes the weights from the layers. A layer is rebuilt once all of its new weights are loaded."""
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Loads some of the new weights, by their Hugging Face names."""
@@ -66,7 +66,7 @@ class LoadableModel(Protocol):
         """Rebuilds the layers that can only be rebuilt at the end, and ends the load."""
 
     def restore(self) -> None:
-        """Gives layers that still lack new weights their old ones back, and ends the load."""
+        """Gives layers without a full set of new weights their old weights back, and ends the load."""
 
 
 # Staging needs the weights once more, and some memory to work in.
@@ -77,7 +77,7 @@ _GIB = 1024**3
 
 
 def staging_needs(model_bytes: int, num_workers: int, *, deltas: bool) -> tuple[int, int]:
-    """Returns the bytes for staging the model on one GPU, and for staging it on the host for all workers."""
+    """Returns the bytes needed to stage the model on one GPU, or in host memory for all workers."""
     copies = _PINNED_FACTOR * (1 + deltas) * num_workers
     return int(_ROOM_FACTOR * model_bytes), int(copies * model_bytes)
 
@@ -85,9 +85,9 @@ def staging_needs(model_bytes: int, num_workers: int, *, deltas: bool) -> tuple[
 def must_stage_on_host(
     needs: tuple[int, int], device: torch.device, free: int, free_on_host: int
 ) -> bool:
-    """Returns whether only the host has room. Raises RuntimeError if neither has.
+    """Returns whether only the host has room to stage updates. Raises RuntimeError if no place has.
 
-    The client recognizes this error by the words "no room to stage".
+    The client recognizes that RuntimeError by the words "no room to stage".
     """
     on_device, on_host = needs
     if free >= on_device:
@@ -104,7 +104,7 @@ def must_stage_on_host(
 
 @dataclass
 class UpdateRequest:
-    """The body of ``/update_weights``: an action, and its bucket or directory."""
+    """The body of ``/update_weights``: an action, and the bucket or directory that the action needs."""
 
     action: Literal["check", "receive", "stage", "disk", "verify", "abandon"]
     names: list[str] = field(default_factory=list)
@@ -121,14 +121,14 @@ class UpdateRequest:
     path: str = ""
 
     def bucket(self) -> BucketSpec:
-        """Returns the request's bucket; raises ValueError if its lists differ in length."""
+        """Returns the request's bucket. Raises ValueError if its lists differ in length."""
         bucket = msgspec.convert(vars(self), BucketSpec)
         check_lengths(bucket)
         return bucket
 
 
 class WorkerUpdates:
-    """The groups of one worker, and at most one open update."""
+    """Carries out weight updates on one worker: holds the groups it has joined, and at most one open update."""
 
     def __init__(self, model: LoadableModel, device: torch.device) -> None:
         self._model = model
@@ -160,7 +160,7 @@ class WorkerUpdates:
             self._forget_kept()
 
     def begin(self) -> None:
-        """Opens an update; the model is not changed."""
+        """Opens an update. Does not change the model."""
         self.abandon()
         self.session.begin()
 
@@ -194,10 +194,10 @@ class WorkerUpdates:
                 self._load_received(bucket, self.session.group(request.group_name))
 
     def finish(self) -> None:
-        """Loads what was verified, and ends the update.
+        """Loads the verified weights, and ends the update.
 
-        Raises RuntimeError if nothing was verified or loaded: after a late request to finish an abandoned
-        update, vLLM would otherwise give the old weights the new version.
+        Raises RuntimeError if no weights were verified or loaded. Otherwise a late request to finish an
+        abandoned update would make vLLM give the old weights the new version.
         """
         verified, self._verified = self._verified, None
         if verified is None and self.session.is_open and not self._loading:
@@ -217,7 +217,7 @@ class WorkerUpdates:
         self.abandon()
 
     def abandon(self) -> None:
-        """Drops what was staged, and gives layers without weights their old ones back."""
+        """Drops staged weights, and gives layers that have no weights their old weights back."""
         self.session.drop()
         self._verified, self._on_host = None, {}
         if self._loading:
@@ -227,7 +227,7 @@ class WorkerUpdates:
     # -- staged -----------------------------------------------------------------------
 
     def _verify(self, version: str | None) -> None:
-        """Waits for the announced buckets; raises an error unless all of them arrived undamaged."""
+        """Waits for the announced buckets. Raises an error unless all of them arrived undamaged."""
         if version is None:
             raise ValueError("The action verify needs the version of the update.")
         tensors = self.session.collect(self._timeout_seconds)
@@ -247,7 +247,7 @@ class WorkerUpdates:
         return self._kept[name].clone()
 
     def _put(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Moves a complete tensor to the memory that it will be loaded from. Runs on a staging thread."""
+        """Moves a received tensor to the memory from which it will be loaded. Runs on a staging thread."""
         if self._keeps:
             self._on_host[name] = tensor.cpu()
         if self._device.type != "cuda" or self.session.place.on_host:
@@ -261,7 +261,7 @@ class WorkerUpdates:
         return tensor
 
     def _remember(self, version: str, tensors: dict[str, torch.Tensor]) -> None:
-        """Keeps the committed version for deltas, and frees the buffers of the one before."""
+        """Keeps the committed version as the base of deltas, and frees the previous version's buffers."""
         on_host, self._on_host = self._on_host, {}
         is_base = self._keeps and not self.session.is_of_adapters
         if is_base:
@@ -302,7 +302,7 @@ class WorkerUpdates:
             torch.accelerator.synchronize(self._device)
 
     def _refuse_wrong_weights(self, names: Iterable[str], shapes: Iterable[Sequence[int]]) -> None:
-        """Compares names and shapes with the checkpoint that the server was started from."""
+        """Raises ValueError unless names and shapes are those of the checkpoint that the server started from."""
         if self._expected is None:
             folder = self._model.checkpoint_folder()
             try:

@@ -16,7 +16,7 @@ from torchtitan.grpo.weight_wire.process_group import own_group_facts
 
 
 class WorkerExtension:
-    """vLLM makes this a base class of its worker class, which has the two attributes."""
+    """A mixin that vLLM adds to its worker class. The two annotated attributes are the worker's."""
 
     device: torch.device
     vllm_config: Any
