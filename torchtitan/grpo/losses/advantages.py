@@ -126,12 +126,12 @@ def _compared(
 
 
 def are_equal(rewards: np.ndarray) -> bool:
-    """Whether rewards, [samples], are equal up to the rounding of float32, as ``0.1 + 0.2`` and 0.3."""
+    """Returns whether all rewards, [samples], are equal up to rounding errors of float32."""
     return not informative_samples(rewards, np.zeros(len(rewards), np.int64)).any()
 
 
 def informative_samples(rewards: np.ndarray, group_ids: np.ndarray) -> np.ndarray:
-    """Returns which samples are in a group of unequal rewards, for DAPO's dynamic sampling."""
+    """Returns a mask of the samples in groups with unequal rewards, for DAPO's dynamic sampling."""
     _, member_of = np.unique(group_ids, return_inverse=True)
     num_groups = int(member_of.max(initial=-1)) + 1
     highest, lowest = np.full(num_groups, -np.inf), np.full(num_groups, np.inf)
@@ -142,9 +142,9 @@ def informative_samples(rewards: np.ndarray, group_ids: np.ndarray) -> np.ndarra
 
 
 def num_equal_groups(rewards: np.ndarray, group_ids: np.ndarray) -> int:
-    """Returns the number of groups whose rewards are all equal, from which nothing is learned.
+    """Returns the number of groups from which nothing is learned, because all rewards of the group are equal.
 
-    If every group has one sample, all groups count if the batch's rewards are equal, or else none.
+    If every group has one sample, returns the number of groups if all rewards of the batch are equal, else 0.
     """
     groups = np.unique(group_ids)
     is_single = len(groups) == len(group_ids)

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The weight of each token, by which the losses of tokens become one number.
+"""The weights with which the losses of tokens are summed into one number.
 
 The loss of an optimizer step is ``sum(weight * token_loss)`` over all trained tokens on all ranks.
 The weights come from the lengths of all samples of the step, so the loss does not depend on rows,
@@ -18,8 +18,8 @@ AggregationKind = Literal["token_mean", "sequence_mean", "constant_length"]
 def weight_mass(completion_lengths: np.ndarray, *, kind: AggregationKind) -> int:
     """Returns the divisor of :func:`token_weights`: trained tokens, or samples with at least one.
 
-    If parts of a step are weighted separately, each part's weights must be multiplied by its
-    fraction of the total mass, to get those of the whole step.
+    If parts of a step are weighted separately, each part's weights must be multiplied by the part's
+    fraction of the total mass, to get the weights for the whole step.
     """
     if kind == "token_mean":
         return int(completion_lengths.sum())
@@ -37,7 +37,7 @@ def token_weights(
         sequence_mean     1 / (S * n_i)
         constant_length   1 / (S * constant_length)
 
-    They are those of DAPO (https://arxiv.org/abs/2503.14476), GRPO (https://arxiv.org/abs/2402.03300)
+    These are the weights of DAPO (https://arxiv.org/abs/2503.14476), GRPO (https://arxiv.org/abs/2402.03300)
     and Dr.GRPO (https://arxiv.org/abs/2503.20783). A sample without a trained token has weight 0 and
     does not count in S. Example: lengths 1 and 3 under ``sequence_mean`` give 1/2 and 1/6.
 

@@ -13,12 +13,12 @@ position, and the policy gradient with this advantage is its gradient, whatever 
 This is GKD with reverse KL on sampled sequences (https://arxiv.org/abs/2306.13649), in the form of
 https://thinkingmachines.ai/blog/on-policy-distillation/: each token answers only for itself.
 
-The baseline is the mean of ``s - t`` over the trained tokens of the prompt's rollouts. Without it
-the many tokens that both models like would gain next to nothing, and the gradient would consist of
-the few that the teacher rejects. Both logprobs are of sampling time.
+The baseline is the mean of ``s - t`` over the trained tokens of the prompt's rollouts. Without a
+baseline, the many tokens that both models find likely would get advantages near 0, and the gradient would
+consist of the few tokens that the teacher rejects. Both logprobs are those recorded at sampling time.
 
 With the teacher's ``k`` most likely tokens (``teacher.top_k``) the divergence is a separate loss,
-:func:`top_k_reverse_kl`. No sample estimates it, so its gradient has no noise at a position.
+:func:`top_k_reverse_kl`. It is computed exactly and not from the sampled token, which adds no noise.
 """
 
 from dataclasses import dataclass
@@ -35,10 +35,10 @@ _LOGPROB_FLOOR = -100.0
 
 @dataclass(frozen=True)
 class TopLogprobs:
-    """Logprobs of a teacher's most likely tokens at each label, [rows, seq, k] float.
+    """Student's and teacher's logprobs of the teacher's most likely tokens, [rows, seq, k] float.
 
-    The student's, under the current policy, carry gradients, and are -inf for a token that only the
-    teacher's vocabulary has. Where ``is_rated`` [rows, seq] is False, they may be NaN.
+    The student's logprobs, under the current policy, carry gradients. They are -inf for a token that only
+    the teacher's vocabulary has. Where ``is_rated`` [rows, seq] is False, both logprobs may be NaN.
     """
 
     student: torch.Tensor
@@ -46,7 +46,7 @@ class TopLogprobs:
     is_rated: torch.Tensor
 
     def only(self, mask: torch.Tensor) -> "TopLogprobs":
-        """Returns a copy in which both are 0, without gradients, outside of a mask [rows, seq] bool."""
+        """Returns a copy with logprobs of 0, without gradients, outside of ``mask`` [rows, seq] bool."""
         kept = self.is_rated & mask
 
         def masked(values: torch.Tensor) -> torch.Tensor:
@@ -67,14 +67,15 @@ def top_k_reverse_kl(
 
     Reverse KL is GKD's divergence on sampled sequences (https://arxiv.org/abs/2306.13649). By the
     data processing inequality, the divergence of these coarsened distributions is at most that over
-    the vocabulary. They are equal if no token is left out, or if both models divide the rest alike.
+    the vocabulary. The two divergences are equal if the ``k`` tokens are the whole vocabulary, or if both
+    models distribute the remaining probability in the same proportions.
 
     Both ``1 - S`` and ``1 - T`` are at least :data:`TAIL_FLOOR`, so that values and gradients are
     finite for all finite logprobs, and also for the student's -inf (a probability of 0). Where this
     bound applies, "any other token" has no gradient.
 
-    Both logprobs are [..., k] float, of the same, distinct tokens, from the whole vocabulary at
-    temperature 1; the teacher's are finite. Returns nats, [...].
+    Both logprobs are [..., k] float, of the same, distinct tokens, under the softmax over the whole
+    vocabulary at temperature 1. The teacher's logprobs are finite. Returns nats, [...].
     """
     student = student_logprobs.clamp(min=_LOGPROB_FLOOR)
     probabilities = student.exp()
@@ -95,8 +96,8 @@ def sampled_reverse_kl(
 ) -> torch.Tensor:
     """Returns ``student - teacher`` of each trained token that is rated, and 0 elsewhere.
 
-    All tensors are [rows, seq]. Logprobs are at temperature 1, the student's of sampling time, the
-    teacher's NaN if not rated. ``max_divergence`` clamps on both sides; 0 bounds nothing.
+    All tensors are [rows, seq]. Logprobs are at temperature 1. The student's were recorded at sampling
+    time; the teacher's are NaN if not rated. ``max_divergence`` clamps on both sides; 0 bounds nothing.
     """
     is_rated = loss_mask & ~teacher_logprobs.isnan()
     divergences = torch.where(is_rated, student_logprobs - teacher_logprobs, 0.0)

@@ -15,8 +15,8 @@ counted from 0 (https://arxiv.org/abs/1506.02438)::
 Example: two trained tokens with ``V = 0.5, 0.25``, a reward of 1 at the second one, ``gamma = 1`` and
 ``lambda = 0.5``: ``delta = -0.25, 0.75``, so that ``A = 0.125, 0.75`` and ``R = 0.625, 1``.
 
-A value is read where the first token of its decision is predicted. There it depends on the context of
-the decision and on none of its tokens, as a baseline must.
+The value of a decision is computed at the position that predicts the decision's first token. It then depends
+on the context of the decision but on none of the decision's tokens, as a baseline must.
 """
 
 from dataclasses import dataclass
@@ -60,12 +60,12 @@ class Decisions:
         return values.flatten()[self.begins].double()
 
     def on_tokens(self, values: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """Spreads numbers of decisions over their tokens: [decisions] to [rows, seq] float32."""
+        """Copies each decision's value to all of the decision's tokens: [decisions] to [rows, seq] float32."""
         flat = torch.zeros(shape.numel(), device=values.device)
         return flat.index_copy_(0, self.tokens, values[self.of_token].float()).view(shape)
 
     def on_begins(self, values: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """Puts numbers of decisions on their first tokens: [decisions] to [rows, seq] float32."""
+        """Puts each decision's value on its first token, 0 elsewhere: [decisions] to [rows, seq] float32."""
         flat = torch.zeros(shape.numel(), device=values.device)
         return flat.index_copy_(0, self.begins, values.float()).view(shape)
 
@@ -83,7 +83,7 @@ def find_decisions(
 ) -> Decisions:
     """Finds the decisions of rows whose sequences have their tokens in order; inputs are [rows, seq].
 
-    Waits for the device, because the number of decisions is the size of the result.
+    The host waits for the device, because the result's size is the number of decisions.
     """
     seq_len = loss_mask.shape[1]
     tokens = loss_mask.flatten().nonzero().squeeze(1)
@@ -102,7 +102,7 @@ def find_decisions(
 def token_rewards(
     rewards: torch.Tensor, sample_ids: torch.Tensor, decisions: Decisions
 ) -> torch.Tensor:
-    """Puts each sample's reward on the last decision of its sequences, [decisions] float64.
+    """Puts each sample's reward on the last decision of each of its sequences. Returns [decisions] float64.
 
     ``rewards`` [samples] float64 are indexed by ``sample_ids`` [rows, seq]. Each of several sequences
     of one sample is an episode of its own, with the whole reward.
@@ -119,7 +119,7 @@ def estimate_advantages(
     gamma: float,
     lam: float | torch.Tensor,
 ) -> torch.Tensor:
-    """Returns the advantages of decisions; all tensors are [decisions] float64, also ``lam`` if it is one.
+    """Returns the advantages of decisions. All tensors, including a tensor ``lam``, are [decisions] float64.
 
     The recurrence is evaluated by doubling: after k rounds each sum spans 2^k decisions.
     """
@@ -139,9 +139,9 @@ def _shifted(values: torch.Tensor, by: int) -> torch.Tensor:
 
 
 def moments(values: torch.Tensor, about: float = 0.0) -> torch.Tensor:
-    """Returns [3] float64: the number of values [n], and the sums of them and of their squares.
+    """Returns [3] float64: the number of values [n], their sum, and the sum of their squares.
 
-    ``about`` is subtracted first, because the sum of squares is exact only for values near 0.
+    ``about`` is first subtracted from the values, because sums of squares are accurate only near 0.
     """
     values = values.double() - about
     count = torch.tensor(float(len(values)), dtype=torch.float64, device=values.device)
@@ -149,7 +149,7 @@ def moments(values: torch.Tensor, about: float = 0.0) -> torch.Tensor:
 
 
 def mean_and_variance(totals: torch.Tensor) -> tuple[float, float]:
-    """Returns mean and variance (divided by n - 1) from :func:`moments`; of one value, variance 0."""
+    """Returns mean and variance (divided by n - 1) from :func:`moments`. One value has a variance of 0."""
     count, total, squares = totals.tolist()
     mean = total / max(count, 1.0)
     spread = squares - total * mean
@@ -158,16 +158,16 @@ def mean_and_variance(totals: torch.Tensor) -> tuple[float, float]:
 
 
 def whitened(advantages: torch.Tensor, totals: torch.Tensor, about: float = 0.0) -> torch.Tensor:
-    """Shifts and scales advantages so that those counted in ``totals`` have mean 0 and variance 1.
+    """Normalizes advantages with the mean and variance in ``totals``, the :func:`moments` around ``about``.
 
-    As in TRL and verl, ``(A - mean) / sqrt(variance + 1e-8)``, with the variance divided by n - 1.
+    As in TRL and verl, returns ``(A - mean) / sqrt(variance + 1e-8)``, with the variance divided by n - 1.
     """
     mean, variance = mean_and_variance(totals)
     return (advantages - about - mean) * (variance + WHITENING_EPS) ** -0.5
 
 
 def explained_variance(of_errors: torch.Tensor, of_returns: torch.Tensor) -> float:
-    """Returns ``1 - var(R - V) / var(R)`` from moments; 0 if all returns are equal.
+    """Returns ``1 - var(R - V) / var(R)``, from :func:`moments`, or 0 if all returns ``R`` are equal.
 
     It is 1 for a perfect critic, 0 for one no better than a constant, and below 0 for a worse one.
     """
@@ -184,9 +184,9 @@ def value_loss(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the weighted sum of clipped squared errors [], and where the clip applies [rows, seq].
 
-    ``0.5 * max((V - R)^2, (V_old + clamp(V - V_old, -clip, clip) - R)^2)``, as in the code of PPO
-    (https://arxiv.org/abs/1707.06347). A ``clip`` of 0 clips nothing. All inputs are [rows, seq];
-    where the weight is 0, they may hold anything.
+    The clipped error is ``0.5 * max((V - R)^2, (V_old + clamp(V - V_old, -clip, clip) - R)^2)``, as in the
+    code of PPO (https://arxiv.org/abs/1707.06347). A ``clip`` of 0 clips nothing. All inputs are [rows, seq].
+    Where the weight is 0, the other inputs may hold anything.
     """
     counts = weights > 0
     values = torch.where(counts, values, 0.0)

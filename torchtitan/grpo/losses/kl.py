@@ -24,10 +24,10 @@ def kl_estimate(
         k2   d^2 / 2          biased; as a loss its gradient is that of the KL
         k3   exp(d) - 1 - d   unbiased, never negative; as a loss biased
 
-    Above ``d =`` :data:`LOG_RATIO_BOUND`, ``k3`` continues as its tangent there. It stays finite,
-    and as a loss it keeps pulling the policy towards ``other`` with the slope
-    ``exp(LOG_RATIO_BOUND) - 1``, however far away the policy is. NaN stays NaN, so the caller masks
-    the inputs first.
+    Where ``d`` is above :data:`LOG_RATIO_BOUND`, ``k3`` is replaced by its tangent at the bound. Thus it
+    stays finite, and as a loss it keeps pulling the policy towards ``other`` with the slope
+    ``exp(LOG_RATIO_BOUND) - 1``, however far away the policy is. NaN inputs give NaN, so the caller must
+    mask them first.
 
     Both logprobs are of the same tokens, [...] float, as is the result.
     """
@@ -57,7 +57,7 @@ def sample_kl_sums(
     """Sums :func:`kl_estimate` over the trained tokens of each sample, for its reward.
 
     The inputs are [rows, seq]; untrained tokens may hold anything. Returns [num_samples] float64,
-    detached, with 0 for samples without a token here: sums of microbatches and ranks can be added.
+    detached, with 0 for samples without a token in these rows, so that microbatches and ranks can be added.
     """
     kl = kl_estimate(
         torch.where(loss_mask, logprobs.detach(), 0.0),

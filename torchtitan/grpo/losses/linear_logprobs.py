@@ -1,17 +1,17 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Log-probabilities of labels computed from hidden states, without whole logits.
+"""Log-probabilities of labels computed from hidden states, without materializing all logits.
 
 The output projection and the softmax are one autograd function over slices of the vocabulary, all
 tokens at a time. The forward pass keeps running sums of the softmax
 (https://arxiv.org/abs/1805.02867) and two numbers for each token. The backward pass turns each
-slice's logits into gradients in place; its part of the weight gradient is then final, written once
-and never read.
+slice's logits into gradients in place. From these it computes the slice's part of the weight gradient,
+which is written once and never read.
 
-The forward pass allocates the weight's gradient and keeps as many logits there as fit; the backward
-pass computes the others again. The peak memory stays the same. With at most as many tokens as hidden
-dims, no matrix product is repeated. `softmax_slices` shows where the logits lie.
+The forward pass allocates the weight's gradient and keeps as many logits as fit in that memory. The
+backward pass computes the other logits again. This does not raise peak memory. With at most as many tokens
+as hidden dims, no matrix product is repeated. `softmax_slices` shows where the logits lie.
 """
 
 from collections.abc import Callable
@@ -46,7 +46,7 @@ def packed_linear_logprobs(
     """Returns log-probability and entropy of each token as one tensor, from one autograd node.
 
     With ``other_ids`` the same passes also pick the log-probabilities of these ids from each slice.
-    Logits, softmax and sums are float32, or float64 for float64 inputs. Nothing waits for a device.
+    Logits, softmax and sums are float32, or float64 for float64 inputs. The host does not wait for the device.
 
     With ``group`` each rank holds a contiguous piece of the vocabulary, in rank order and of any
     size, 0 included, and passes the same tokens. Two all-reduces of a few numbers for each token,
@@ -58,18 +58,18 @@ def packed_linear_logprobs(
         weight: [vocab_local, dim] float.
         labels: [...] int, ids of the whole vocabulary. A label outside of it gets -inf.
         temperature: Divisor of the logits, above 0.
-        chunk_tokens: Bound of memory, at least 1: no more logits exist at a time than this many
-            tokens have, except that slices are at least 128 ids wide.
+        chunk_tokens: Bounds memory; at least 1. At most as many logits exist at a time as this many
+            tokens have over the whole vocabulary, except that slices are at least 128 ids wide.
         trains_entropy: Whether the entropy has a gradient; if not, one that arrives is ignored.
         keep_logits: Whether the forward pass allocates the weight's gradient, if needed, and keeps
             logits there. Gradients are the same in both cases. Unsuitable for several forward passes
-            in a row, because each allocates.
+            in a row, because each allocates a gradient.
         group: The ranks over which the vocabulary is sharded; None for a whole one.
         other_ids: [..., k] int, different ids of the whole vocabulary for each token; the label may
             be one of them. An id outside of the vocabulary gets -inf, and may be repeated.
 
-    Returns [..., 2 + k] float32: log-probability, entropy (0 without ``with_entropy``), and those of
-    the other ids, in order. ValueError means shapes that do not match, or a setting out of range.
+    Returns [..., 2 + k] float32: log-probability of the label, entropy (0 without ``with_entropy``), and
+    log-probabilities of the other ids. Raises ValueError if shapes do not match or a setting is out of range.
     """
     _check(hidden, weight, labels, temperature, chunk_tokens)
     ids = _all_ids(labels, other_ids)
@@ -107,7 +107,7 @@ def _check(
 
 
 def _all_ids(labels: torch.Tensor, other_ids: torch.Tensor | None) -> torch.Tensor:
-    """Label and other ids of each token, [..., 1 + k]."""
+    """Returns the label and the other ids of each token, [..., 1 + k]."""
     if other_ids is None:
         return labels.unsqueeze(-1)
     if other_ids.shape[:-1] != labels.shape:
@@ -121,7 +121,8 @@ def _all_ids(labels: torch.Tensor, other_ids: torch.Tensor | None) -> torch.Tens
 class _LinearLogprobs(torch.autograd.Function):
     """Maps [tokens, dim] hidden states, the [vocab_local, dim] weight and [..., n] ids to [..., 1 + n].
 
-    The output is not a view, because FSDP2 cannot hook views.
+    The result holds the n log-probabilities, with the entropy after the first one. It is not a view, because
+    FSDP2 cannot hook views.
     """
 
     @staticmethod
@@ -198,9 +199,9 @@ def _sum_up(slices: LogitSlices, sums: SoftmaxSums, kept: KeptLogits | None) -> 
 
 
 def _take_memory(ctx, memory: torch.Tensor | None) -> torch.Tensor | None:
-    """Returns the memory of kept logits, to write the weight's gradient into; None without kept logits.
+    """Returns the memory of kept logits, to write the weight's gradient into, or None if none were kept.
 
-    A second pass over the graph, with ``retain_graph``, gets None: by then, the memory is the gradient.
+    A second backward pass (``retain_graph``) gets None, because the first has put the gradient there.
     """
     if not ctx.logits_are_kept:
         return None
@@ -217,7 +218,7 @@ def _add_input_gradients(
     grad_hidden: torch.Tensor | None,
     grad_weight: torch.Tensor | None,
 ) -> None:
-    """Adds to the gradients; ``write`` turns the logits of a slice into their gradients."""
+    """Computes the gradients of hidden states and weight. ``write`` turns a slice's logits into gradients."""
     logit_buffer = slices.buffer(slices.dtype)
     # Where the products have another dtype, the gradients are written in it right away.
     grad_buffer = logit_buffer

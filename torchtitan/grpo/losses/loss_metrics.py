@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Metrics of the loss, each with the rule by which microbatches and ranks are combined.
+"""Metrics of the loss, each with the rule that combines its values over microbatches and ranks.
 
 The numbers of a microbatch stay on the device until the minibatch is done; :class:`MetricTotals`
 then combines them over microbatches, optimizer steps, parts of a batch and ranks. The rules::
@@ -30,14 +30,14 @@ _NUM_ADDED: dict[Reduction, int] = {"sum": 1, "mean": 2, "loss": 1, "effective_s
 
 
 class TokenMetric(NamedTuple):
-    """Values [rows, seq], float or bool; ``reduction`` combines those at trained tokens."""
+    """Values [rows, seq], float or bool, with the ``reduction`` that combines them over trained tokens."""
 
     values: torch.Tensor
     reduction: TokenReduction
 
 
 class Metric(NamedTuple):
-    """Detached scalars [] of a metric, as many as the module's table says for its reduction."""
+    """A metric's reduction and the detached scalars that the module's table lists for this reduction."""
 
     reduction: Reduction
     numbers: tuple[torch.Tensor, ...]
@@ -52,7 +52,7 @@ def mean_metric(total: torch.Tensor, count: torch.Tensor) -> Metric:
 
 
 def token_metric(metric: TokenMetric, loss_mask: torch.Tensor) -> Metric:
-    """Reduces values at tokens, where ``loss_mask`` [rows, seq] is True, in float64."""
+    """Reduces, in float64, the values at tokens where ``loss_mask`` [rows, seq] is True."""
     values, reduction = metric.values.detach().double(), metric.reduction
     match reduction:
         case "sum":
@@ -88,8 +88,8 @@ def check_token_metric(name: str, metric: object, shape: torch.Size) -> None:
 class MetricTotals:
     """Metrics of one batch, combined so far. Every rank has the same names.
 
-    After :meth:`fetch`, ``added``, float64 on the CPU, holds numbers that ranks add up, and
-    ``largest`` holds maxima, and minima with the opposite sign; -inf stands for no value.
+    After :meth:`fetch`, ``added``, float64 on the CPU, holds numbers to be summed over ranks, and
+    ``largest`` holds maxima and negated minima; -inf stands for no value.
     """
 
     def __init__(self, reductions: Mapping[str, Reduction]) -> None:
@@ -103,7 +103,7 @@ class MetricTotals:
         self._on_device: list[tuple[torch.Tensor, float]] = []  # numbers, and the scale of losses
 
     def add(self, microbatches: Sequence[Mapping[str, Metric]], scale: float = 1.0) -> None:
-        """Adds a minibatch's metrics; those with the reduction ``loss`` are multiplied by ``scale``."""
+        """Adds a minibatch's metrics. Multiplies those with the reduction ``loss`` by ``scale``."""
         if not microbatches:
             return
         for metrics in microbatches:
@@ -113,7 +113,7 @@ class MetricTotals:
         self._on_device.append((torch.cat([added.sum(0), extremes.amax(0)]), scale))
 
     def fetch(self, beside: torch.Tensor | None = None) -> float:
-        """Moves what was added, and the number ``beside``, to the CPU in one wait; returns that number."""
+        """Moves the added metrics, and the scalar ``beside``, to the CPU in one copy. Returns ``beside``."""
         numbers = [combined for combined, _ in self._on_device]
         if beside is not None:
             numbers.append(beside.detach().reshape(1).double())

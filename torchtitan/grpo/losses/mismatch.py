@@ -74,9 +74,9 @@ def mismatch_weights(
     Truncation is from IMPALA (https://arxiv.org/abs/1802.01561), masking from IcePop
     (https://arxiv.org/abs/2510.18855).
 
-    All tensors are [rows, seq], with anything at untrained tokens. The proximal logprobs are the
-    trainer's before the batch's first update, or the current ones with ``old_policy =
-    "sampling"``, where the ratio of the policy loss is the whole correction.
+    All tensors are [rows, seq], and may hold anything at untrained tokens. The proximal logprobs are the
+    trainer's before the batch's first update. With ``old_policy = "sampling"`` they are the current
+    policy's, because the ratio of the policy loss then is the whole correction.
     """
     on_sampling = config.old_policy == "sampling"
     correction = "none" if on_sampling else config.mismatch_correction
@@ -161,7 +161,7 @@ def mismatch_metrics(
     loss_mask: torch.Tensor,
     sequence_ids: torch.Tensor,
 ) -> dict[str, Metric]:
-    """All tensors are [rows, seq]; the logprobs are detached and 0 where not trained."""
+    """Returns metrics. All tensors are [rows, seq]. Logprobs are detached and 0 where not trained."""
     num_tokens = loss_mask.sum()
 
     def num_sequences(tokens: torch.Tensor) -> torch.Tensor:

@@ -127,7 +127,7 @@ def objective(
 
 
 def metric_reductions(config: GRPO, teacher: Teacher | None = None) -> dict[str, Reduction]:
-    """Returns reductions by metric, found with an example, for ranks without the model's output."""
+    """Returns each metric's reduction, found with example inputs, for ranks that do not compute the loss."""
     example, top = example_inputs(), None
     if teacher is not None and teacher.top_k > 0:
         logprobs = example.logprobs.unsqueeze(-1)
@@ -173,7 +173,7 @@ def _check(inputs: LossInputs, config: GRPO, teacher: Teacher | None) -> None:
 
 
 def _without_untrained(inputs: LossInputs) -> LossInputs:
-    """Inputs with zeros at untrained tokens, before any arithmetic: 0 * NaN is NaN."""
+    """Returns the inputs with zeros at untrained tokens. Masking must come first, because 0 * NaN is NaN."""
 
     def masked(values: torch.Tensor) -> torch.Tensor:
         return torch.where(inputs.loss_mask, values, 0.0)
@@ -193,7 +193,7 @@ def _without_untrained(inputs: LossInputs) -> LossInputs:
 
 
 def _proximal(clean: LossInputs, config: GRPO) -> torch.Tensor:
-    """Detached logprobs that are compared with those of sampling time."""
+    """Returns the detached logprobs that the mismatch correction compares with sampling-time logprobs."""
     return clean.logprobs.detach() if config.old_policy == "sampling" else clean.old_logprobs
 
 

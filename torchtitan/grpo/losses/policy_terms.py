@@ -89,7 +89,7 @@ def gspo(inputs: PolicyInputs, config: GRPO) -> PolicyTerm:
 
 
 def cispo(inputs: PolicyInputs, config: GRPO) -> PolicyTerm:
-    """Weights logprobs by the clipped ratio, held constant, so that no token loses its gradient.
+    """Weights logprobs by the clipped ratio without its gradient, so that clipped tokens keep a gradient.
 
     ``loss = -stop_gradient(min(r, 1 + clip_high)) * A * logprob``: CISPO of MiniMax-M1
     (https://arxiv.org/abs/2506.13585), which bounds the weight only from above.

@@ -28,11 +28,10 @@ def ratio(log_ratio: torch.Tensor) -> torch.Tensor:
 def held_between(
     values: torch.Tensor, low: float | None = None, high: float | None = None
 ) -> torch.Tensor:
-    """Returns the values, with those below ``low`` and above ``high`` replaced by the bound.
+    """Clamps the values to at least ``low`` and at most ``high``; a value equal to a bound keeps its gradient.
 
-    A value at a bound keeps its gradient with every torch; ``clamp`` gives it 1 up to torch 2.14,
-    and 0 from 2.15 on. A ratio of exactly 1 is at a bound of 1, for every token of a policy that
-    was not trained since it sampled.
+    The gradient of ``clamp`` at a bound is 1 up to torch 2.14, and 0 from 2.15 on. Values at a bound are
+    common: all ratios are exactly 1 if the policy was not trained since it sampled, and a bound may be 1.
     """
     if low is not None:
         values = values.masked_fill(values < low, low)
@@ -50,7 +49,7 @@ def sequence_sums(values: torch.Tensor, sequence_ids: torch.Tensor) -> torch.Ten
 
 
 def spread(per_sequence: torch.Tensor, sequence_ids: torch.Tensor) -> torch.Tensor:
-    """Spreads numbers of sequences over tokens: [rows, seq] by id to [rows, seq] by token."""
+    """Copies each sequence's value to all of its tokens: [rows, seq] by id to [rows, seq] by token."""
     return per_sequence.gather(1, sequence_ids)
 
 

@@ -125,7 +125,7 @@ def sum_slice(
     at_ids: torch.Tensor,
     scratch: torch.Tensor,
 ) -> None:
-    """Launches one kernel, which needs no scratch; see `softmax_passes.sum_slice`."""
+    """Does `softmax_passes.sum_slice` with one kernel, which does not use ``scratch``."""
     tokens, width = logits.shape
     num_ids = ids.shape[1]
     launch: Any = sums_kernel[(tokens,)]
@@ -149,7 +149,7 @@ def write_grads(
     id_grads: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """Launches one kernel; see `softmax_passes.write_grads`."""
+    """Does `softmax_passes.write_grads` with one kernel."""
     tokens, width = logits.shape
     launch: Any = grads_kernel[(tokens, triton.cdiv(width, _BLOCK))]
     with torch.cuda.device_of(logits):

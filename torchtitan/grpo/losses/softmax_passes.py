@@ -1,14 +1,14 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The two elementwise passes over a slice of logits: into sums, and from logits to gradients.
+"""The two elementwise passes over a slice of logits: one sums them up, one turns them into gradients.
 
 Both are torch operators, so that counters and tracers see one operator for each slice, also on fake
-tensors. An operator moves the memory of its arguments except ``scratch``. On CUDA each is one Triton kernel
-(`softmax_kernels.py`) that reads a logit once: 4 bytes forward, with or without entropy, and
-backward 4 bytes and those of the gradient. Elsewhere, several operations process one block of rows
-at a time, which stays in a CPU's cache. The arithmetic is written twice, because the kernel needs a
-running maximum in each lane, which would only add work to operations on whole blocks.
+tensors. Each reads or writes all of its arguments except ``scratch``. On CUDA each is one Triton kernel
+(`softmax_kernels.py`) that reads a logit once: the forward pass moves 4 bytes for each logit, the backward
+pass 4 bytes and the size of a gradient. Elsewhere, several operations process one block of rows at a time,
+which stays in a CPU's cache. The arithmetic is written twice, because the kernel needs a running maximum
+in each lane, which would only add work to operations on whole blocks.
 """
 
 import functools
@@ -72,7 +72,7 @@ def _write_grads(
     id_grads: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """Writes ``p (offset + slope log p)``, and ``id_grads`` added at the ids, for a slice.
+    """Writes ``p (offset + slope log p)`` of a slice's logits to ``out``, and adds ``id_grads`` at the ids.
 
     Here ``log p`` are the logits, times ``scale``, minus ``normalizer``. All tensors are
     contiguous: logits [tokens, width] float32 or float64, ``out`` in the same or a narrower dtype
@@ -95,7 +95,7 @@ def _write_grads(
 def raise_maximum(
     maximum: torch.Tensor, exp_sum: torch.Tensor, weighted_sum: torch.Tensor, highest: torch.Tensor
 ) -> None:
-    """Rescales the sums of :func:`sum_slice`, all [tokens], in place to a new maximum."""
+    """Rescales the maximum and sums of :func:`sum_slice`, all [tokens], to ``highest``, in place."""
     change = maximum - highest
     scale = change.exp()
     weighted_sum.add_(exp_sum * change).mul_(scale)
@@ -127,7 +127,7 @@ def _write_grads_on_gpu(*arguments) -> None:
 
 @functools.cache
 def _triton_kernels():
-    """Returns the module of Triton kernels. If they do not run, logs a warning and returns None."""
+    """Returns the module of Triton kernels. If the kernels do not run, logs a warning and returns None."""
     try:
         from torchtitan.grpo.losses import softmax_kernels
 
@@ -155,13 +155,13 @@ def _triton_kernels():
 
 
 def new_scratch(logits: torch.Tensor) -> torch.Tensor:
-    """Allocates flat memory that :func:`sum_slice` uses for slices up to this size."""
+    """Allocates the flat ``scratch`` of :func:`sum_slice` for slices up to the size of these logits."""
     # A CPU would get it from the system, page by page, for each slice anew.
     return logits.new_empty(_block_size(logits) if logits.device.type == "cpu" else 0)
 
 
 def _block_size(logits: torch.Tensor) -> int:
-    """Number of logits, at least a row, that elementwise work processes at a time."""
+    """Returns how many logits, at least one row, the elementwise operations process at a time."""
     # At most two tensors of a block are allocated, and so no more than a slice.
     size = max(_BLOCK_LOGITS_PER_THREAD, logits.numel() // 2)
     if logits.device.type == "cpu":
@@ -176,7 +176,7 @@ def _row_blocks(logits: torch.Tensor, size: int) -> list[slice]:
 
 
 def _columns(ids: torch.Tensor, start: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The column [tokens, n] of each id in a slice, and whether the slice has it."""
+    """Returns the column [tokens, n] of each id in a slice, and whether the slice contains the id."""
     columns = ids - start
     inside = (columns >= 0) & (columns < width)
     return columns.clamp(0, width - 1), inside

@@ -1,12 +1,12 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Softmax over a vocabulary in slices: its sums, and gradients through it.
+"""Softmax over slices of the vocabulary: its sums, and its gradients.
 
 `softmax_passes.py` does the work for every logit. This module does the work for every token, and
 chooses the logits that are kept for the backward pass. Where the weight's gradient, [vocab, dim],
-will be needed, the forward pass already allocates its memory and keeps the logits of the first slices
-there. The backward pass goes over the slices in the same order, and reads a slice's logits before it
+will be needed, the forward pass already allocates the gradient's memory and keeps the logits of the first
+slices there. The backward pass goes over the slices in the same order, and reads a slice's logits before it
 writes the gradient over them. In float32, with four times as many tokens as hidden dims, two of eight
 slices fit::
 
@@ -29,9 +29,9 @@ _ALIGNMENT_BYTES = 64
 
 
 def slice_width(tokens: int, vocab: int, chunk_tokens: int) -> int:
-    """Returns the number of ids in a slice, with at most the logits of ``chunk_tokens`` tokens.
+    """Returns the number of ids in a slice. A slice has at most ``chunk_tokens * vocab`` logits.
 
-    It is a multiple of 128 and at least 128, unless the whole vocabulary is smaller.
+    The number is a multiple of 128 and at least 128, unless the whole vocabulary is smaller.
     """
     width = chunk_tokens * vocab // max(tokens, 1) // _MIN_SLICE * _MIN_SLICE
     return min(vocab, max(_MIN_SLICE, width))
@@ -40,8 +40,8 @@ def slice_width(tokens: int, vocab: int, chunk_tokens: int) -> int:
 class LogitSlices:
     """Computes [tokens, width] logits of one slice of the vocabulary at a time.
 
-    ``hidden``, [tokens, dim], is in the dtype of the products, ``weight``, [vocab_local, dim], as
-    given, and ``dtype`` that of the logits. The last slice may have fewer than ``width`` ids.
+    ``hidden``, [tokens, dim], has the dtype in which products are computed. ``weight``, [vocab_local, dim],
+    keeps its own dtype. ``dtype`` is that of the logits. The last slice may have fewer than ``width`` ids.
     """
 
     def __init__(self, hidden: torch.Tensor, weight: torch.Tensor, width: int) -> None:
@@ -58,19 +58,19 @@ class LogitSlices:
         return range(0, vocab, max(self.width, 1))
 
     def buffer(self, dtype: torch.dtype) -> torch.Tensor:
-        """Allocates flat memory for one number for each logit of a slice."""
+        """Allocates flat memory for as many numbers as a slice has logits."""
         return self.hidden.new_empty(len(self.hidden) * self.width, dtype=dtype)
 
     def shape(self, start: int) -> tuple[int, int]:
         return len(self.hidden), min(self.width, len(self.weight) - start)
 
     def part_of(self, buffer: torch.Tensor, start: int) -> torch.Tensor:
-        """Returns the part of ``buffer``, [tokens, width], for the slice at ``start``."""
+        """Returns the view of ``buffer``, [tokens, width], for the slice at ``start``."""
         tokens, num_ids = self.shape(start)
         return buffer[: tokens * num_ids].view(tokens, num_ids)
 
     def weight_slice(self, start: int) -> torch.Tensor:
-        """Returns the slice of the weight, [width, dim], in the dtype of the products."""
+        """Returns the rows of the weight for the slice at ``start``, [width, dim], in the dtype of ``hidden``."""
         return self.weight[start : start + self.width].to(self.hidden.dtype)
 
     def compute(self, start: int, out: torch.Tensor) -> None:
@@ -82,9 +82,9 @@ class LogitSlices:
 
 
 class KeptLogits:
-    """Finds the kept logits of a slice in ``memory``, the memory of the weight's gradient.
+    """The logits kept for the backward pass, which lie in ``memory``, the memory of the weight's gradient.
 
-    The memory is contiguous, [vocab_local, dim], and its dtype may differ from that of the logits.
+    ``memory`` is contiguous, [vocab_local, dim], and may have another dtype than the logits.
     """
 
     def __init__(self, memory: torch.Tensor, slices: LogitSlices) -> None:
@@ -98,7 +98,7 @@ class KeptLogits:
 
     @classmethod
     def reserve(cls, slices: LogitSlices) -> "KeptLogits | None":
-        """Allocates the gradient of ``slices.weight``; returns None if no slice fits into it."""
+        """Allocates the gradient of ``slices.weight``, or returns None if not even one slice fits into it."""
         weight, tokens = slices.weight, len(slices.hidden)
         first = tokens * slices.width * slices.dtype.itemsize
         if not slices.starts() or first > weight.numel() * weight.element_size():
@@ -106,7 +106,7 @@ class KeptLogits:
         return cls(torch.empty_like(weight, memory_format=torch.contiguous_format), slices)
 
     def find(self, start: int) -> torch.Tensor | None:
-        """Returns the logits [tokens, width] of the slice at ``start``, or None if not kept."""
+        """Returns the memory for logits [tokens, width] of the slice at ``start``, or None if it has no place."""
         tokens, num_ids = self._slices.shape(start)
         begin = start // self._slices.width * self._stride
         end = begin + tokens * num_ids * self._slices.dtype.itemsize
@@ -118,7 +118,7 @@ class KeptLogits:
 class SoftmaxSums:
     """Running maximum and sums of the softmax, over slices and then over ranks.
 
-    The result has log-probabilities of ``ids``, [tokens, n] int, counted from the first slice's first id.
+    ``ids``, [tokens, n] int, are the ids whose log-probabilities are wanted; 0 is the first id of this rank.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class SoftmaxSums:
         )  # fmt: skip
 
     def reduce(self, group: ProcessGroup) -> None:
-        """Combines the ranks' pieces of the vocabulary."""
+        """Combines the maxima and sums of all ranks, each of which has a piece of the vocabulary."""
         maxima = torch.cat((self._maximum[None], self._logits.t()))
         dist.all_reduce(maxima, dist.ReduceOp.MAX, group=group)
         raise_maximum(self._maximum, self._exp_sum, self._weighted_sum, maxima[0])
@@ -155,7 +155,7 @@ class SoftmaxSums:
         self._exp_sum, self._weighted_sum = sums.unbind()
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns log-probabilities [tokens, n], entropies (or 0) and log normalizers, both [tokens]."""
+        """Returns log-probabilities [tokens, n], and entropies (or 0) and log normalizers, each [tokens]."""
         log_sum = self._exp_sum.log()
         logprobs = (self._logits - self._maximum[:, None]) - log_sum[:, None]
         entropy = torch.zeros_like(log_sum)
@@ -169,9 +169,9 @@ def gradient_factors(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Returns ``offset`` and ``slope`` of :func:`softmax_passes.write_grads`, [tokens].
 
-    With ``p`` the softmax of logits ``z`` divided by the temperature, ``H`` its entropy, ``y`` the
-    ids of a token, ``g[y]`` and ``h`` the gradients of their log-probabilities, [tokens, n], and of
-    the entropy, [tokens] or None for 0, and ``G`` the sum of ``g[y]``::
+    ``p`` is the softmax of the logits ``z`` divided by the temperature, ``H`` the entropy of ``p``, and ``y``
+    are the ids of a token. ``g[y]``, [tokens, n], are the gradients of the ids' log-probabilities, ``G`` is
+    the sum of ``g[y]``, and ``h``, [tokens] or None for 0, is the gradient of the entropy::
 
         d log p[y] / d z[v] = 1[v = y] - p[v]
         d H / d z[v]        = -p[v] (log p[v] + H)

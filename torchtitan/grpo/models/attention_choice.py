@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Chooses the kernel of packed rows' attention, and tries it before a run depends on it."""
+"""Chooses the attention kernel for packed rows, and tries it before a run depends on it."""
 
 import contextlib
 from collections.abc import Iterator
@@ -40,7 +40,7 @@ _failed: dict[PackedAttentionKind, str] = {}
 def choose_packed_attention(
     config: JobConfig, device_type: str, head_dim: int | None = None
 ) -> PackedAttentionKind:
-    """Resolves ``grpo.packed_attention``; ``head_dim`` None fits every kernel."""
+    """Returns the kernel that ``grpo.packed_attention`` names or ``auto`` chooses, for heads of ``head_dim``."""
     if config.grpo.packed_attention != "auto":
         return config.grpo.packed_attention
     return next(
@@ -63,7 +63,7 @@ def _candidates(
 
 
 def varlen_problem(config: JobConfig, head_dim: int | None = None) -> str | None:
-    """Returns the unmet need of ``varlen`` as the end of a sentence; None if it can run."""
+    """Returns which requirement of ``varlen`` is not met, as the end of a sentence, or None if all are."""
     if not torch.cuda.is_available():
         return "a CUDA GPU, and none is visible"
     if (found := torch.cuda.get_device_capability()) < _VARLEN_CAPABILITY:
@@ -79,9 +79,9 @@ def varlen_problem(config: JobConfig, head_dim: int | None = None) -> str | None
 
 
 def try_packed_attention(config: JobConfig, device: torch.device, head_dim: int) -> None:
-    """Tries the kernel of a run on CUDA before the model is built; collective over all ranks.
+    """On CUDA, tries the run's attention kernel before the model is built. Collective over all ranks.
 
-    If it fails, ``auto`` takes another one, and a kernel named by the user raises RuntimeError.
+    If the kernel fails, ``auto`` takes another one. Raises RuntimeError if the user has named the kernel.
     """
     dtype = TORCH_DTYPE_MAP[config.training.mixed_precision_param]
     kind = choose_packed_attention(config, device.type, head_dim)
@@ -113,7 +113,7 @@ def _failure_anywhere(
     head_dim: int,
     shares_contexts: bool,
 ) -> str | None:
-    """Returns why the kernel fails on any rank, or None: all ranks must take the same kernel."""
+    """Returns why the kernel fails here or that it fails on another rank, or None if it fails on no rank."""
     failure = failure_of(kind, device, dtype, head_dim, shares_contexts)
     if dist.is_initialized():
         has_failed = torch.tensor(int(failure is not None), device=device)
@@ -130,10 +130,10 @@ def failure_of(
     head_dim: int,
     shares_contexts: bool = True,
 ) -> str | None:
-    """Compares attention over small packed rows, and its gradients, with float32 on the CPU.
+    """Returns how a kernel fails on small packed rows, or None if it gives the right numbers.
 
-    Contexts are shared only with ``shares_contexts``, which needs another function of torch.
-    Returns None if the numbers are right. Of ``sdpa``, only the memory-efficient kernel is tried.
+    Compares attention and its gradients with float32 on the CPU. With ``shares_contexts``, the rows share
+    contexts, which uses another function of torch. Of ``sdpa``, only the memory-efficient kernel is tried.
     """
     seq_len, generator = _TRIED[0][-1][1], torch.Generator().manual_seed(0)
     inputs = [

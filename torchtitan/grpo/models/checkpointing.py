@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Activation checkpointing of ``[activation_checkpoint]``: what a backward pass computes again."""
+"""Activation checkpointing as ``[activation_checkpoint]`` sets it: what the backward pass computes again."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -24,7 +24,7 @@ _ATTENTION = ("flash_attention", "efficient_attention", "cudnn_attention",
 
 
 def saved_operations() -> set[Any]:
-    """Returns operations whose results checkpointing by operation keeps; of ``mm``, every second one."""
+    """Returns the operations whose results checkpointing by operation keeps. (Of ``mm``, it keeps half.)"""
     # Registers its operation. Not above: it imports the compiler.
     import torch.nn.attention.varlen
 
@@ -41,7 +41,7 @@ def saved_operations() -> set[Any]:
 
 
 def apply_checkpointing(model: nn.Module, config: JobConfig) -> None:
-    """Wraps the layers of a decoder, or of a stage of one, before anything shards them."""
+    """Wraps the layers of a decoder or pipeline stage. Call it before anything shards them."""
     settings = config.activation_checkpoint
     # With a second microbatch, dynamo may compile a block again for changing shapes and would prefer
     # that code, whose results do not fit those that the first forward pass kept
@@ -74,8 +74,9 @@ def apply_checkpointing(model: nn.Module, config: JobConfig) -> None:
 
 
 def _ignore_profiler_marks() -> None:
-    """In selective recomputation FSDP's hooks record other profiler marks than in the forward pass,
-    which torch refuses unless told to ignore them.
+    """Makes selective checkpointing ignore profiler marks.
+
+    FSDP's hooks record other marks during recomputation than in the forward pass. Torch would refuse that.
     """
     ops = torch.ops.profiler
     torch.utils.checkpoint.SAC_IGNORED_OPS |= {
@@ -86,7 +87,10 @@ def _ignore_profiler_marks() -> None:
 
 
 def _selective_contexts(saved: set[Any], recomputed: set[torch.Size]) -> Callable[[], Any]:
-    """Returns a closure: the compiler would look into the arguments of a partial function."""
+    """Returns the function for checkpoint's ``context_fn`` that keeps results of ``saved`` operations.
+
+    It is a closure because the compiler would look into the arguments of a partial function.
+    """
 
     def contexts() -> Any:
         counts = Counter[bool]()

@@ -302,7 +302,7 @@ class WorkerUpdates:
             torch.accelerator.synchronize(self._device)
 
     def _refuse_wrong_weights(self, names: Iterable[str], shapes: Iterable[Sequence[int]]) -> None:
-        """Raises ValueError unless names and shapes are those of the checkpoint that the server started from."""
+        """Raises ValueError if a name or shape does not fit the checkpoint that the server started from."""
         if self._expected is None:
             folder = self._model.checkpoint_folder()
             try:

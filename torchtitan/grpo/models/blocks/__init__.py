@@ -3,8 +3,8 @@
 
 """The blocks of which models are made: a row for each kind, and a module that computes it.
 
-A layer is a pair of blocks, of attention and of what follows it. `families.py` reads `config.json` into a
-row for each; nothing else knows what is inside.
+A layer is a pair of blocks: attention, and the feed-forward or experts after it. `families.py` turns
+`config.json` into a row (a dataclass of sizes) for each block. Nothing else knows what is inside a block.
 
 | file | holds |
 |---|---|

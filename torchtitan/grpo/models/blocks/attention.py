@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Attention with groups of query heads; see `parts.py`."""
+"""Grouped-query attention; see `parts.py`."""
 
 import torch
 import torch.nn as nn
@@ -12,14 +12,14 @@ from torchtitan.grpo.models.packed_attention import Mask, PackedAttention
 
 
 def truncated_normal_(tensor: torch.Tensor, std: float, bound: float = 2.0) -> None:
-    """Fills with a normal distribution within +-``bound``, computed in float32."""
+    """Fills a tensor from a normal distribution truncated at +-``bound``, computed in float32."""
     values = tensor.float()
     nn.init.trunc_normal_(values, std=std, a=-bound, b=bound)
     tensor.copy_(values)
 
 
 class Attention(nn.Module):
-    """Under tensor parallelism, the projections give this rank's heads of all tokens."""
+    """Grouped-query attention. Under tensor parallelism, a rank computes some of the heads of all tokens."""
 
     q_norm: nn.RMSNorm | None
     k_norm: nn.RMSNorm | None
@@ -50,7 +50,7 @@ class Attention(nn.Module):
     def project(
         self, x: torch.Tensor, rotary: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns queries [rows, seq, heads, head_dim], keys and values."""
+        """Returns queries [rows, seq, heads, head_dim], and keys and values with their own number of heads."""
         q, k, v = (
             projection(x).unflatten(-1, (-1, self.head_dim))
             for projection in (self.wq, self.wk, self.wv)
@@ -62,7 +62,7 @@ class Attention(nn.Module):
         return rotate(q, rotary), rotate(k, rotary), v
 
     def forward(self, x: torch.Tensor, rotary: torch.Tensor, mask: Mask) -> torch.Tensor:
-        """Maps [rows, seq, dim]; ``rotary`` is [rows, seq, 1, 2 * head_dim]."""
+        """Maps [rows, seq, dim] to the same shape. ``rotary`` is [rows, seq, 1, 2 * head_dim]."""
         q, k, v = (heads.transpose(1, 2) for heads in self.project(x, rotary))
         out = self.inner_attention(q, k, v, mask, self.scale)
         return self.wo(out.transpose(1, 2).flatten(2))

@@ -3,11 +3,10 @@
 
 """A mixture of experts: its router, its experts, and the exchange of their tokens between ranks.
 
-Tokens are sorted by expert. With expert parallelism, each rank sends them to the ranks of their experts by
-all-to-all (https://arxiv.org/abs/2006.16668) and gets their results back. Where a rank has several
-tensor-parallel parts, either each sends its part of the sequence, or (experts divided by tensor
-parallelism, too) all see all tokens and compute a part of each result. In both cases a rank's gradient of
-the router is a part of the sum.
+Tokens are sorted by expert. With expert parallelism, each rank sends its tokens to the ranks of their experts
+by all-to-all (https://arxiv.org/abs/2006.16668) and gets the results back. Under tensor parallelism, either
+each rank sends its part of the sequence, or, if each expert is divided as well, every rank sees all tokens and
+computes a part of each result. In both cases, the router's gradient must be summed over ranks.
 """
 
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ _GROUP_MULTIPLE = 8
 
 @dataclass(frozen=True)
 class Groups:
-    """Items, sorted into groups that lie one behind the other, each padded to a multiple.
+    """Items sorted into consecutive groups, each of which is padded to a multiple of some number of places.
 
     Attributes:
         source: [places] int64, the index of the item at a place; 0 in padding.
@@ -43,7 +42,7 @@ class Groups:
 
     @classmethod
     def of(cls, numbers: torch.Tensor, num_groups: int, multiple: int = 1) -> "Groups":
-        """Groups items by ``numbers`` [items] int64 below ``num_groups``, stably; waits for no device."""
+        """Groups items stably by group ``numbers`` [items] int64. The host does not wait for the device."""
         count, order = len(numbers), numbers.argsort(stable=True)
         groups = torch.arange(num_groups + 1, device=numbers.device)
         begins = torch.searchsorted(numbers[order], groups)
@@ -61,7 +60,7 @@ class Groups:
 
 
 class _Spread(torch.autograd.Function):
-    """Copies rows to their places. Padding rows are never read, neither in the output nor in its gradient."""
+    """Copies rows to their places. What padding holds, in the output or in its gradient, does not matter."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, groups: Groups, copies: int) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -79,12 +78,12 @@ class _Spread(torch.autograd.Function):
 
 
 def spread(x: torch.Tensor, groups: Groups, copies: int = 1) -> torch.Tensor:
-    """Maps [rows, dim] to [places, dim]; row i is copied for each of ``copies`` items from i * copies on."""
+    """Maps [rows, dim] to [places, dim]. Row i is copied to the places of ``copies`` items from i * copies on."""
     return _Spread.apply(x, groups, copies)  # pyright: ignore[reportReturnType]
 
 
 def collect(x: torch.Tensor, groups: Groups) -> torch.Tensor:
-    """Maps [places, dim] to [items, dim]."""
+    """Returns each item's row, [items, dim], from the rows at all places, [places, dim]."""
     return x.index_select(0, groups.place)
 
 
@@ -109,9 +108,9 @@ class GroupedExperts(nn.Module):
         truncated_normal_(self.w3, std)
 
     def forward(self, x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-        """Maps tokens [tokens, dim] to their results [tokens, top_k, dim] by ``chosen`` experts.
+        """Applies to each token [tokens, dim] the experts that are chosen for it. Returns [tokens, top_k, dim].
 
-        ``chosen`` is [tokens, top_k] int64.
+        ``chosen`` holds the experts' numbers, [tokens, top_k] int64.
         """
         experts, copies = chosen.flatten(), chosen.shape[1]
         if self.expert_group is None:
@@ -144,7 +143,7 @@ class GroupedExperts(nn.Module):
         return collect(self._compute(spread(x, groups, copies), groups.sizes), groups)
 
     def _compute(self, x: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
-        """Maps [places, dim] with padded groups of these ``sizes``; what lies behind them is undefined."""
+        """Maps [places, dim] by each group's expert. Groups have ``sizes``; results behind them are undefined."""
         is_grouped = has_grouped_products(x)
         counts = sizes.cumsum(0, dtype=torch.int32) if is_grouped else sizes.tolist()
         hidden = self.gate(self.product(x, self.w1, counts), self.product(x, self.w3, counts))
@@ -153,14 +152,14 @@ class GroupedExperts(nn.Module):
     def product(self, x: torch.Tensor, weight: nn.Parameter, counts: Any) -> torch.Tensor:
         """Multiplies each group of rows with the transposed matrix of its expert.
 
-        ``counts`` are the ends of the groups, [experts] int32, for a grouped product, or else a list of
-        their sizes.
+        ``counts`` are the ends of the groups, [experts] int32, for a grouped product, and otherwise a list of
+        the groups' sizes.
         """
         return multiply_groups(x, local_part(weight), counts)
 
 
 def has_grouped_products(x: torch.Tensor) -> bool:
-    """Returns whether products are grouped. On a CPU, their bfloat16 would lose precision for no gain."""
+    """Returns whether to use grouped matrix products, which need bfloat16. A CPU would gain nothing by them."""
     return x.is_cuda
 
 
@@ -177,7 +176,7 @@ def multiply_groups(x: torch.Tensor, weight: torch.Tensor, counts: Any) -> torch
 
 
 class Gate(nn.Linear):
-    """Under tensor parallelism, every rank holds the whole weight and computes a part of its gradient."""
+    """The router's projection. Under tensor parallelism, each rank has all of it and a part of its gradient."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return F.linear(input, summed_part(self.weight))
@@ -189,7 +188,7 @@ class Router(nn.Module):
         self.row, self.gate = row, Gate(row.dim, row.num_experts, bias=False)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the weights [tokens, top_k] float32 of each token's experts, and their numbers."""
+        """Returns the weights, float32, and the numbers of each token's experts, both [tokens, top_k]."""
         scores = self.gate(x).float().softmax(1)
         chosen = scores.topk(self.row.top_k, dim=1, sorted=False).indices
         weights = scores.gather(1, chosen)
@@ -210,7 +209,7 @@ class MoE(nn.Module):
         self.experts, self.router = GroupedExperts(row), Router(row)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Maps [rows, seq, dim], this rank's part of the sequence under tensor parallelism."""
+        """Maps [rows, seq, dim] to the same shape. Under tensor parallelism, ``seq`` is this rank's part."""
         group = self.tensor_group
         if group is not None:
             x = funcol.all_gather_tensor_autograd(x, 1, group)

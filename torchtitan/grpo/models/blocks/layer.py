@@ -32,9 +32,9 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """A layer. Its second half is ``feed_forward`` or ``moe``, and the other one is None.
+    """A layer. Its second half is either ``feed_forward`` or ``moe``; the other attribute is None.
 
-    Helix leaves parts of it out (`helix.py`).
+    With Helix, some of the layer's modules are None (`helix.py`).
     """
 
     feed_forward: FeedForward | None

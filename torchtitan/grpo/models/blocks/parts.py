@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""A row for each kind of block: what the rest of the package knows of it. Torch is not imported.
+"""A row (dataclass) for each kind of block: what the rest of the package knows of it. Torch is not imported.
 
 With hidden size h, query width q, key width k, feed-forward width f and bytes b of
 ``training.mixed_precision_param``, a layer of Llama or Qwen3 keeps for each token
@@ -11,8 +11,8 @@ With hidden size h, query width q, key width k, feed-forward width f and bytes b
                 with biases of queries, keys and values b * (2h + q + f)
     full        b * h, its input
 
-as in https://arxiv.org/abs/2205.05198. Without norms of queries and keys, one q and one k are left out.
-Experts count with the tokens that they receive. For compiled blocks, which keep less, these are upper bounds.
+as in https://arxiv.org/abs/2205.05198. Without norms of queries and keys, subtract one q and one k. An expert
+counts only for the tokens that it receives. Compiled blocks keep less, so that these are upper bounds.
 """
 
 import math
@@ -26,13 +26,13 @@ class Part:
     """A weight of a layer.
 
     Attributes:
-        name: The module in the layer, such as ``attention.wq``; of stacked experts, the parameter.
-        disk: The module in the layer in files and on servers. Of stacked experts, each has its own,
-            with ``{}`` for its number.
+        name: The module's name in the layer, such as ``attention.wq``. For stacked experts, the parameter's.
+        disk: The module's name in the layer, in files and on servers. Experts that are stacked here are
+            separate modules there, with ``{}`` for the number of the expert.
         shape: [out, in] of a linear layer, [width] of a norm, [experts, out, in] of stacked experts.
         cut: The dimension that tensor parallelism divides; None if every rank holds the weight whole.
         has_bias: Whether a bias [out] belongs to it, which is divided as the outputs are.
-        norms: What a norm is of: hidden states, or the heads of a token.
+        norms: What a norm normalizes: hidden states, or the heads of a token. Empty if it is no norm.
         is_target: Whether LoRA may wrap it.
     """
 
@@ -54,12 +54,12 @@ class Part:
 
     @property
     def target(self) -> str:
-        """Its name in ``lora.target_modules``."""
+        """The part's name in ``lora.target_modules``."""
         return self.disk.rpartition(".")[2]
 
     @property
     def names(self) -> Iterator[tuple[str, str]]:
-        """Yields the parameters in a layer, with their names in the layer on disk."""
+        """Yields each parameter's name in the layer, with its name in the layer on disk."""
         if self.is_stacked:
             yield self.name, f"{self.disk}.weight"
             return
@@ -76,7 +76,7 @@ def linear(
 
 @dataclass(frozen=True)
 class GroupedAttention:
-    """Heads of queries in groups that share a key and a value (https://arxiv.org/abs/2305.13245).
+    """Grouped-query attention (https://arxiv.org/abs/2305.13245).
 
     The mask is causal. With a ``window``, a token sees at most that many tokens, itself included.
     ``has_bias`` says whether the projections to queries, keys and values have biases.
@@ -125,17 +125,17 @@ class GroupedAttention:
 
     @property
     def divided_heads(self) -> tuple[int, int]:
-        """Heads of queries, and of keys and values, that tensor and context parallelism divide."""
+        """Numbers of query heads and of key-value heads, which tensor and context parallelism divide."""
         return self.num_heads, self.num_kv_heads
 
     @property
     def pair_products(self) -> int:
-        """Multiplications of a query and a key that it sees: for the score, and for the value."""
+        """Multiplications for each pair of a query and a key that it sees: for the score and for the value."""
         return 2 * self.heads
 
     @property
     def cached(self) -> int:
-        """Channels of a token in a server's KV cache."""
+        """Channels that a server's KV cache holds for each token."""
         return 2 * self.kv_heads
 
     @property
@@ -150,7 +150,7 @@ class GroupedAttention:
 
     @property
     def kept(self) -> int:
-        """Channels that its backward pass needs, besides its input before and after the norm."""
+        """Channels of a token that attention keeps for its backward pass, besides its input and the norm's."""
         norms = self.heads + self.kv_heads if self.has_qk_norm else 0
         return 2 * self.heads + 2 * self.kv_heads + norms
 
@@ -175,7 +175,7 @@ class GatedFeedForward:
 
     @property
     def width(self) -> int:
-        """Hidden channels of a token."""
+        """Hidden channels that are computed for each token."""
         return self.hidden
 
     @property
@@ -195,8 +195,8 @@ class GatedFeedForward:
 class RoutedExperts:
     """Each token is computed by its ``top_k`` experts (https://arxiv.org/abs/1701.06538).
 
-    Their outputs are weighted by the softmax of all experts' scores; ``normalizes`` makes the
-    weights of a token sum to 1. Nothing balances the experts' load: servers have no bias for it either.
+    The experts' outputs are weighted by the softmax of all experts' scores; ``normalizes`` makes a token's
+    weights sum to 1. Nothing balances the experts' load, since servers do not support a bias for this.
     """
 
     dim: int
@@ -247,7 +247,7 @@ FeedForward = GatedFeedForward | RoutedExperts
 
 @dataclass(frozen=True)
 class Layer:
-    """x + attention(norm(x)), and then x + feed_forward(norm(x))."""
+    """A layer: ``x + attention(norm(x))``, and then ``x + feed_forward(norm(x))``."""
 
     attention: Attention
     feed_forward: FeedForward
@@ -274,7 +274,7 @@ class Layer:
         return own + self.feed_forward.products
 
     def _kept_products(self) -> list[Part]:
-        """Returns the products whose results checkpointing by operation keeps: every second one.
+        """Returns the parts whose matrix products' results checkpointing by operation keeps: every second one.
 
         Products of experts are not counted, nor those to which a bias is added, nor the router's, which
         ``per_op_sac_force_recompute_mm_shapes_by_fqns`` names.
@@ -283,7 +283,7 @@ class Layer:
         return [part for part in counted if "router" not in part.name][::2]
 
     def kept_channels(self, mode: str) -> float:
-        """Returns the channels of a token that the layer keeps for its backward pass.
+        """Returns how many channels of a token the layer keeps for its backward pass.
 
         ``mode`` is ``none``, ``full``, ``op``, or a number n: full checkpointing of every n-th layer.
         """
@@ -299,7 +299,7 @@ class Layer:
         return 4 * self.dim + self.attention.kept + self.feed_forward.kept
 
     def recomputed(self, mode: str) -> float:
-        """Multiplications of a token with weights that the layer's backward pass does again."""
+        """Returns how many multiplications of a token with weights the layer's backward pass repeats."""
         if mode.isdigit():
             return self.products / max(int(mode), 1)
         if mode == "op":
@@ -309,7 +309,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Layers:
-    """The layers of a model: its kinds, and the number of the kind of each layer."""
+    """The layers of a model: the different kinds of layers, and for each layer the index of its kind."""
 
     kinds: tuple[Layer, ...]
     order: tuple[int, ...] = ()

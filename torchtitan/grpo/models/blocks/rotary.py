@@ -3,7 +3,7 @@
 
 """Rotary embeddings (https://arxiv.org/abs/2104.09864), which follow ``config.json``.
 
-transformers computes scaled frequencies: linear, Llama 3.1's, and YaRN (https://arxiv.org/abs/2309.00071).
+Scaled frequencies (linear, Llama 3.1, and YaRN, https://arxiv.org/abs/2309.00071) come from transformers.
 """
 
 from dataclasses import dataclass
@@ -18,10 +18,10 @@ _NAMES = ("rope_theta", "rope_type", "type")
 
 @dataclass(frozen=True)
 class Rotary:
-    """A model's rotary embedding, whose ``scaling`` is a name with values.
+    """A model's rotary embedding. ``scaling`` describes the kind of scaling and its values.
 
-    ``frequencies`` [head_dim / 2] are the radians of channel pairs at position 1.
-    ``attention_factor`` multiplies sines and cosines, and so scales the attention's scores.
+    ``frequencies`` [head_dim / 2] are the angles in radians by which position 1 rotates the channel pairs.
+    ``attention_factor`` multiplies sines and cosines, which scales attention scores by its square.
     """
 
     theta: float
@@ -39,7 +39,7 @@ class Rotary:
 
 
 def read_rotary(config: dict[str, Any], head_dim: int) -> Rotary:
-    """Reads either of transformers' spellings; ValueError if a scaling is unknown or incomplete."""
+    """Reads the keys of transformers 4 or 5. Raises ValueError if a scaling is unknown or incomplete."""
     parameters = dict(config.get("rope_parameters") or {})
     parameters |= config.get("rope_scaling") or {}
     # Version 4 of transformers wrote the base beside the scaling, and first called it `type`.
