@@ -109,7 +109,7 @@ def read_urls(path: Path) -> list[str]:
 
 
 def named_urls(inference: "Inference") -> list[str]:
-    """Returns the URLs that ``[inference]`` names: none if ``urls_file`` is missing, as it may be off rank 0."""
+    """Returns the URLs that ``[inference]`` names, or [] if ``urls_file`` is missing. (Only rank 0 needs it.)"""
     if inference.urls_file is None:
         return checked_urls(inference.urls, "inference.urls") if inference.urls else []
     path = Path(inference.urls_file)
@@ -137,7 +137,7 @@ class UrlsFile:
         return read_urls(self._path)
 
     def poll(self) -> list[str] | None:
-        """Returns the URLs if the file has changed, else None. Raises ValueError once if it is then unusable."""
+        """Returns the URLs if the file has changed, else None. Raises ValueError once if the new file is bad."""
         mark = self._mark()
         stands_still, self._moving = mark == self._moving, mark
         if mark == self._taken or not stands_still:

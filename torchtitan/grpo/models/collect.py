@@ -3,8 +3,8 @@
 
 """Collects shards into whole parameters on one rank.
 
-Of the ranks that hold the same block, one sends it directly to the receiver, in one message for
-each bucket. Only the receiver holds whole parameters.
+If several ranks hold the same block of a parameter, one of them sends it to the receiver. A sender
+sends one message for each bucket. Only the receiver holds whole parameters.
 """
 
 from collections import deque
@@ -22,7 +22,10 @@ from torchtitan.grpo.system.groups import new_group
 def agree_on_assembly(
     parameters: Mapping[str, torch.Tensor], adapter: StateDictAdapter
 ) -> list[Assembly]:
-    """Agrees on one plan; collective, on the training thread. RuntimeError names missing modules."""
+    """Agrees with all ranks on how parameters are assembled. Raises RuntimeError if modules are missing.
+
+    Collective over all ranks, on the training thread.
+    """
     mine = {name: Held(tuple(p.shape), local_block(p)) for name, p in parameters.items()}
     held_by_rank: list[dict[str, Held]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(held_by_rank, mine)
@@ -54,7 +57,7 @@ def module_of(name: str) -> str:
 def collecting_group(
     members: Sequence[int], backend: str, timeout_seconds: float, device: torch.device
 ) -> dist.ProcessGroup | None:
-    """Creates the group of a receiver and its senders, over all ranks; None if it has one member."""
+    """Creates the group of a receiver and its senders, or returns None for one member. All ranks call it."""
     if len(members) == 1:
         return None
     group = new_group("grpo_gather", backend, timeout_seconds, members)
@@ -96,9 +99,9 @@ class Collector:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields names and whole parameters on the receiver, and nothing on other ranks.
 
-        A yielded tensor may share memory with ``shards``. The shards of ``others``, the ranks
-        in ``in_place``, must not change before the iteration ends. ``places`` has, by name, memory of
-        a parameter's shape in which its blocks are assembled; some of them may lie there already.
+        A yielded tensor may share memory with ``shards``. ``others`` has the shards of the ranks
+        ``in_place``, which must not change before the iteration ends. ``places`` has, by name, tensors
+        in which parameters are assembled. They may already contain some blocks.
         """
         if self._rank == self._receiver:
             at_hand = {self._receiver: shards, **(others or {})}

@@ -27,7 +27,7 @@ from torchtitan.grpo.system.logs import logger
 
 @dataclass
 class DecoderArgs:
-    """``max_seq_len`` is the model's own, and after :meth:`update_from_config` that of the training rows."""
+    """Sizes of a decoder. :meth:`update_from_config` sets ``max_seq_len`` to the length of training rows."""
 
     dim: int = 0
     vocab_size: int = 0
@@ -44,7 +44,7 @@ class DecoderArgs:
 
     @property
     def head_dim(self) -> int:
-        """The largest size of a head, which the kernel of attention must take."""
+        """The largest head size of any layer, which the attention kernel must support."""
         return max(layer.attention.head_dim for layer in self.layers.kinds)
 
     @property
@@ -64,7 +64,7 @@ class DecoderArgs:
 
 
 def decoder_args(family: Family, config: dict[str, Any]) -> DecoderArgs:
-    """Raises KeyError if a size is missing, ValueError if the rotary embedding is not supported."""
+    """Returns a decoder's arguments. Raises KeyError for a missing size, ValueError for unsupported RoPE."""
     layers = family.layers(config)
     return DecoderArgs(
         dim=config["hidden_size"],
@@ -78,7 +78,7 @@ def decoder_args(family: Family, config: dict[str, Any]) -> DecoderArgs:
 
 
 class Decoder(nn.Module):
-    """A pipeline stage lacks some of the layers, and may lack embedding, norm and output."""
+    """A decoder, or a pipeline stage, which lacks some layers and may lack embedding, norm and output."""
 
     tok_embeddings: nn.Embedding | None
     norm: nn.RMSNorm | None
@@ -121,7 +121,7 @@ class Decoder(nn.Module):
     def decode(
         self, tokens: torch.Tensor, positions: torch.Tensor, masks: Sequence[Mask]
     ) -> torch.Tensor:
-        """Maps tokens, or hidden states on later stages; ``masks`` has one for each kind of layer."""
+        """Maps tokens, or hidden states on later stages. ``masks`` has one mask for each kind of layer."""
         h = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
         like = h if isinstance(h, torch.Tensor) else h[-1]  # Helix's parts get several tensors
         rotary = self.rope_cache[positions].unsqueeze(2).to(like.dtype)
@@ -132,7 +132,7 @@ class Decoder(nn.Module):
 
 
 def blocks_of(model: nn.Module) -> list[Any]:
-    """Returns the layers of a decoder, or of a stage of one, which may be wrapped."""
+    """Returns the layers of a decoder or pipeline stage, with any wrappers around them."""
     return list(model.layers.values())  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
 
 
@@ -144,7 +144,7 @@ class OutputEmbedding(nn.Embedding):
 
 
 def is_tied(model: nn.Module) -> bool:
-    """Returns whether the whole model, of which this may be a stage, has tied embeddings."""
+    """Returns whether the model has tied embeddings. For a pipeline stage, this is about the whole model."""
     return bool(getattr(model, "enable_weight_tying", False))
 
 
@@ -155,7 +155,7 @@ def embeds_tokens(model: nn.Module) -> bool:
 
 
 def hold_output_embedding(stage: nn.Module) -> None:
-    """Lets an embedding in the last stage of a tied model, on the meta device, hold the output's weight."""
+    """Adds an embedding that holds the output layer's weight to a tied model's last stage (on meta device)."""
     output: Any = stage.output
     vocab, dim = output.weight.shape
     stage.tok_embeddings = OutputEmbedding(vocab, dim, _weight=output.weight)

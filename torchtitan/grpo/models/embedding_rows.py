@@ -17,10 +17,10 @@ _SHOWN = 3
 
 
 def embedding_notes(model: HFModel, setting: str) -> Iterator[str]:
-    """Yields warnings about rows of the tokenizer's tokens; servers sample no others.
+    """Yields warnings about embedding rows of the tokenizer's tokens. Servers sample no other tokens.
 
-    A norm multiplies the gradient of a zero row by 1/sqrt(epsilon). Each row is judged by its first
-    columns, and read to its end only if these are zero, or equal to another row's.
+    A norm multiplies the gradient of a zero row by 1/sqrt(epsilon). Of each row only the first columns are
+    read, unless they are zero or equal to those of another row.
     """
     try:
         tokenizer = Tokenizer.from_file(str(model.path / "tokenizer.json"))
@@ -60,7 +60,7 @@ def embedding_notes(model: HFModel, setting: str) -> Iterator[str]:
 
 
 def _equal_rows(ids: torch.Tensor, rows: torch.Tensor) -> list[torch.Tensor]:
-    """Returns the groups of ids whose rows have the same bytes, of ``rows`` [ids, columns]."""
+    """Returns groups of ids whose rows are equal byte by byte. ``rows`` is [ids, columns]."""
     found: defaultdict[bytes, list[int]] = defaultdict(list)
     for token, row in zip(ids.tolist(), rows.contiguous().view(torch.uint8).numpy(), strict=True):
         found[row.tobytes()].append(token)

@@ -76,13 +76,13 @@ FAMILIES: dict[str, Family] = {
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
-    """Returns the family of a ``config.json``; that of Llama if it names none that is known."""
+    """Returns the family of a ``config.json``, or Llama's if the file names no known architecture."""
     named = config.get("architectures") or [""]
     return FAMILIES.get(named[0], FAMILIES["LlamaForCausalLM"])
 
 
 def refusals(config: dict[str, Any]) -> list[str]:
-    """Returns a sentence for each setting of a ``config.json`` that no family's model computes."""
+    """Returns a sentence for each setting of a ``config.json`` that no family supports."""
     return [
         f"{key} = {config[key]!r} is not supported, only {key} = {allowed[0]!r} is."
         for key, allowed in _REFUSED_OTHERWISE.items()

@@ -82,7 +82,7 @@ def _shard(
 
 
 def _ends(model: PackedModel) -> list[nn.Module]:
-    """Returns the modules at the model's ends that form one FSDP group; tied ones share a weight."""
+    """Returns modules outside of the layers that form one FSDP group, such as those that share a weight."""
     if is_tied(model):
         return [m for m in (model.tok_embeddings, model.norm, model.output) if m is not None]
     has_both = model.norm is not None and model.output is not None
@@ -92,7 +92,7 @@ def _ends(model: PackedModel) -> list[nn.Module]:
 
 
 def _of_experts(block: Any, dims: ParallelDims, mesh: DeviceMesh) -> dict[str, Any]:
-    """Divides experts by number over expert-parallel ranks, and then as evenly as FSDP2 can."""
+    """Returns FSDP2's options for experts: which mesh, and dimension 1 if there are too few experts."""
     options: dict[str, Any] = {"mesh": mesh}
     if mesh["efsdp"].size() * dims.ep > block.moe.experts.num_experts:
         options["shard_placement_fn"] = lambda _: Shard(1)
@@ -100,7 +100,7 @@ def _of_experts(block: Any, dims: ParallelDims, mesh: DeviceMesh) -> dict[str, A
 
 
 def _prefetch(model: PackedModel, blocks: list[Any]) -> None:
-    """Tells FSDP2 the order of groups, which it learns too late where the host waits for experts."""
+    """Tells FSDP2 which groups to prefetch. It would prefetch too late where the host waits for experts."""
     groups: list[list[Any]] = [[b, b.moe.experts] if b.moe is not None else [b] for b in blocks]
     last: list[Any] = _ends(model)
     first: list[Any] = [m for m in [model.tok_embeddings] if isinstance(m, FSDPModule)]
@@ -111,7 +111,7 @@ def _prefetch(model: PackedModel, blocks: list[Any]) -> None:
 
 
 def _in_float32() -> MixedPrecisionPolicy:
-    """Returns the policy of a value head, which casts the hidden states of scored tokens itself."""
+    """Returns the float32 policy of a value head, which itself casts the hidden states that it scores."""
     return MixedPrecisionPolicy(
         param_dtype=torch.float32, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
@@ -132,7 +132,10 @@ def _is_mixed(config: JobConfig) -> bool:
 
 
 def _replicate(model: PackedModel, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
-    """Applies FSDP2's replicas, since DDP averages gradients, and has no pipeline or tensor parallelism."""
+    """Replicates a model with FSDP2's ``replicate``.
+
+    DDP would average gradients, and does not support pipeline or tensor parallelism.
+    """
     for block in blocks_of(model):
         replicate(block, mesh=mesh, mp_policy=policy)
     if isinstance(model.output, ValueHead):
@@ -169,7 +172,7 @@ class BetweenMicrobatches:
             self._root.set_reshard_after_backward(not self.keeps_parameters)
 
     def before_backward(self, *, is_last: bool) -> None:
-        """Sets whether the next backward pass reduces all gradients since the last reduction."""
+        """Sets whether the next backward pass reduces the gradients that were summed since the last reduction."""
         if self._root is None:
             return
         if self._keeps_gradients:

@@ -35,7 +35,7 @@ parallelism, each rank has its part.
 
 
 class Projections(Attention):
-    """The part of an attention layer before its attention."""
+    """The projections to queries, keys and values of an attention layer."""
 
     def forward(self, x: torch.Tensor, rotary: torch.Tensor, mask: None) -> Hidden:  # pyright: ignore[reportIncompatibleMethodOverride]
         return self.project(x, rotary)
@@ -57,9 +57,9 @@ class BlockAfter(Block):
 
 
 class HelixPart(PackedModel):
-    """One part with weights. ``forward`` takes tokens or :data:`Hidden`, and returns the same.
+    """One part with weights. ``forward`` takes tokens or :data:`Hidden`, and returns :data:`Hidden` or output.
 
-    Its keyword arguments are those of the whole model.
+    The keyword arguments of ``forward`` are those of the whole model.
     """
 
     def attention_masks(self, **_: Any) -> list[None]:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -67,7 +67,7 @@ class HelixPart(PackedModel):
         return [None] * len(self.model_args.layers.kinds)
 
     def forward(self, tokens: Any, *, chunk: slice | None = None, **named: Any) -> Any:  # pyright: ignore
-        """With a ``chunk``, ``tokens`` are only this slice of the rank's tokens."""
+        """Computes this part. With a ``chunk``, ``tokens`` are only this slice of the rank's tokens."""
         if chunk is None:
             return super().forward(tokens, **named)
         positions = context_part(named["positions"], self.context_group)[:, chunk]
@@ -75,7 +75,7 @@ class HelixPart(PackedModel):
 
 
 class AttentionPart(nn.Module):
-    """Computes the attention of any layer, as the whole model to which ``part`` belongs does."""
+    """Computes the attention of any layer, with the masks and the scale of the model that ``part`` is from."""
 
     def __init__(self, part: PackedModel) -> None:
         super().__init__()
@@ -91,16 +91,16 @@ class AttentionPart(nn.Module):
         return mask
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any) -> torch.Tensor:
-        """Maps what the part before attention returns to the output of attention."""
+        """Maps queries, keys and values from the part before to the output of attention."""
         heads_first = (tensor.transpose(1, 2) for tensor in (q, k, v))
         out = self.attention(*heads_first, mask, self._scale)
         return out.transpose(1, 2).flatten(2)
 
 
 def helix_part(model: PackedModel, number: int) -> HelixPart:
-    """Returns a copy of the part with weights before the attention of layer ``number``.
+    """Returns, as a copy, the part with weights that comes before the attention of layer ``number``.
 
-    ``model`` is on the meta device, and dense. With L layers, ``number`` L gives the last part.
+    ``model`` is on the meta device and has no experts. With L layers, ``number = L`` gives the last part.
     """
     part = copy.deepcopy(model)
     num_layers = len(part.layers)

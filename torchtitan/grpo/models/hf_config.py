@@ -3,8 +3,8 @@
 
 """Reads a Hugging Face directory's ``config.json`` into the arguments of a model.
 
-Variants that no block computes are refused: what they compute would show
-only as a mismatch between the trainer's and the sampling-time logprobs.
+Model variants that no block computes are refused. Otherwise they would show only as a mismatch between
+the trainer's and the sampling-time logprobs.
 """
 
 import json
@@ -50,9 +50,9 @@ def read_hf_model(
     may_be_quantised: bool = False,
     may_score: bool = False,
 ) -> HFModel:
-    """Reads the directory that the key ``setting`` names; only servers read quantised weights.
+    """Reads the directory that the key ``setting`` names. Only servers can read quantised weights.
 
-    With ``may_score``, the model may have a score as its head in place of logits, like reward models.
+    With ``may_score``, the model may have a score head in place of the output layer, like reward models.
     """
     path = Path(path)
     require_undamaged(path, setting, weights=False)
@@ -134,7 +134,7 @@ _OPTIONAL = {
 
 
 def wrong_size(config: dict[str, Any]) -> str | None:
-    """Returns an error in the sizes as the end of a sentence, or None."""
+    """Returns what is wrong with a size in a ``config.json``, as the end of a sentence, or None."""
     for key, largest in (_REQUIRED | _OPTIONAL).items():
         value = config.get(key)
         if value is None and key in _OPTIONAL:
@@ -181,15 +181,15 @@ _NAME_IN_CONFIG = {
 
 
 def check_reference(config: JobConfig) -> None:
-    """Refuses a reference whose architecture is not that of the policy; only weights may differ.
+    """Raises ModelError if the reference differs from the policy in more than its weights.
 
-    Both directories are read again, because building a model changes its arguments.
+    Both directories are read again, because building a model changes the arguments read from them.
     """
     _check_same_model(config, config.grpo.ref_model_path, "grpo.ref_model_path", "reference")
 
 
 def check_critic_model(config: JobConfig) -> None:
-    """Refuses a critic whose architecture is not that of the policy; its head may be a score."""
+    """Raises ModelError if the critic's architecture differs from the policy's in more than a score head."""
     _check_same_model(config, config.critic.path, "critic.path", "critic", may_score=True)
 
 
@@ -227,7 +227,7 @@ def _differences(policy: HFModel, reference: HFModel) -> Iterator[str]:
 
 
 def _arguments(args: DecoderArgs) -> dict[tuple[str, int | None], Any]:
-    """Returns arguments, and the sizes of each layer's blocks, by name and number of the layer."""
+    """Returns a model's arguments by (name, None), and sizes of its blocks by (name, number of the layer)."""
     found: dict[tuple[str, int | None], Any] = {("num_layers", None): args.n_layers}
     for prefix, row in (("", args), ("rotary.", args.rotary)):
         for field in fields(row):
@@ -242,13 +242,13 @@ def _arguments(args: DecoderArgs) -> dict[tuple[str, int | None], Any]:
 
 
 class NoEosTokenError(ValueError):
-    """No file names an end-of-sequence token, or one names what cannot be one."""
+    """No file names an end-of-sequence token, or a file names something that cannot be one."""
 
 
 def eos_token_ids(directory: Path) -> tuple[int, ...]:
     """Returns the ids that end a completion, from the first file that names any.
 
-    Raises NoEosTokenError; OSError if a file cannot be read, ValueError if one is not JSON.
+    Raises NoEosTokenError, OSError if a file cannot be read, or ValueError if a file is not JSON.
     """
     looked_at = []
     for name in ("generation_config.json", "config.json"):
@@ -298,7 +298,7 @@ def _absence(file: Path) -> str:
 
 
 def _text_of(file: Path) -> str | None:
-    """Returns a file's ``eos_token``, which some versions of transformers write as an object."""
+    """Returns the text of a file's ``eos_token``, which may be a string or an object with ``content``."""
     token = _read(file).get("eos_token")
     text = token.get("content") if isinstance(token, dict) else token
     if text is not None and not isinstance(text, str):

@@ -1,11 +1,10 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Names and forms of a decoder's parameters on disk and on servers, as Hugging Face gives them.
+"""Names of a decoder's parameters on disk and on servers, where they are Hugging Face's.
 
-The names of a layer's weights stand beside its parts in `blocks/parts.py`, with ``{}`` for the number
-of an expert. Parameters have the same form as on disk, so that a push only renames them. Stacked
-experts are views of one tensor.
+`blocks/parts.py` has the names of a layer's weights, with ``{}`` for the number of an expert. Parameters
+have the same layout as on disk, so that a push only renames them. Experts are views of one stacked tensor.
 """
 
 from functools import cached_property
@@ -50,7 +49,7 @@ class DecoderAdapter:
         return [names_of(kind) for kind in self.model_args.layers.kinds]
 
     def _on_disk(self, name: str) -> str | None:
-        """Returns the name on disk, with ``{}`` for the number of an expert; None if it has none."""
+        """Returns a parameter's name on disk, with ``{}`` for the number of an expert, or None without one."""
         if not name.startswith(_LAYER):
             is_tied = self.model_args.enable_weight_tying and name == "output.weight"
             return None if is_tied else self._ends.get(name)
@@ -94,11 +93,11 @@ class DecoderAdapter:
 
 
 def names_of(layer: Layer) -> dict[str, str]:
-    """Returns the parameters of a layer, with their names in the layer on disk."""
+    """Returns the names of a layer's parameters, mapped to their names in the layer on disk."""
     return dict(pair for part in layer.parts for pair in part.names)
 
 
 class ValueAdapter(DecoderAdapter):
-    """The adapter of a critic, whose head is named as in reward models."""
+    """The state-dict adapter of a critic, whose head is named as in reward models."""
 
     output = "score.weight"

@@ -46,7 +46,7 @@ def hf_meta(adapter: StateDictAdapter, name: str, shape: Sequence[int]) -> dict[
 
 
 def keeps_bytes(adapter: StateDictAdapter, name: str, shape: Sequence[int]) -> bool:
-    """Returns whether the adapter only renames a parameter, or splits it like stacked experts."""
+    """Returns whether a parameter's bytes on disk are the same: only renamed, or split like stacked experts."""
     native = torch.empty(tuple(shape), device="meta")
     end = 0
     for converted in adapter.to_hf({name: native}).values():
@@ -67,9 +67,8 @@ def load_hf_weights(
 ) -> None:
     """Fills sharded parameters from a directory.
 
-    Raises ModelError if its files do not match the model, or if they are an export of this project that
-    was changed since.
-
+    Raises ModelError if the directory's files do not match the model, or if they are an export of this
+    project whose files were changed later.
     Parameters named in ``new`` may be missing from the files; they then keep their values.
     """
     is_group = dist.is_initialized()
@@ -94,7 +93,7 @@ def load_hf_weights(
 
 
 def _refuse_values(name: str, tensor: torch.Tensor, place: str) -> None:
-    """Refuses values that come from damage or a failed conversion, and that training cannot mend."""
+    """Raises ModelError for values that show a damaged file or a failed conversion: NaN, inf, or only zeros."""
     # The sum of finite values of 16 bits may overflow.
     if not torch.isfinite(tensor.sum()) and not torch.isfinite(tensor).all():
         wrong = int((~torch.isfinite(tensor)).sum())
@@ -117,10 +116,10 @@ def check_hf_weights(
     setting: str,
     new: Collection[str] = (),
 ) -> tuple[int, list[str]]:
-    """Compares a directory's tensors with the needs of a model, which may be on the meta device.
+    """Checks that a directory has the tensors of a model, which may be on the meta device.
 
     ``new`` parameters may be missing. Returns the number of needed tensors, and remarks about others.
-    Raises ModelError.
+    Raises ModelError if a needed tensor is missing or does not fit.
     """
     files = WeightFiles(path, setting)
     needed: dict[str, tuple[int, ...]] = {}
@@ -247,9 +246,9 @@ def export_policy(
     *,
     is_writer: bool,
 ) -> None:
-    """Exports the model to ``hf/step-N``, which is ``target``, and adapters to ``peft/step-N``.
+    """Exports the model to ``target``, which is ``hf/step-N``, and LoRA adapters to ``peft/step-N``.
 
-    Collective; ``is_writer`` is rank 0. ``source`` is the run's original Hugging Face directory.
+    Collective over all ranks. ``is_writer`` is True on rank 0. ``source`` is the original directory.
     """
     dtype = TORCH_DTYPE_MAP[config.checkpoint.export_dtype]
     peft = target.parents[1] / "peft" / target.name

@@ -3,8 +3,8 @@
 
 """Models named as on the Hugging Face Hub, ``organization/name`` or ``...@revision``.
 
-A folder of that name counts first, then huggingface_hub's cache, to which missing files are
-downloaded. That library's ``HF_HOME`` and ``HF_HUB_OFFLINE`` apply.
+A local folder of that name takes precedence over huggingface_hub's cache, to which missing files are
+downloaded. The library's variables ``HF_HOME`` and ``HF_HUB_OFFLINE`` apply.
 """
 
 import hashlib
@@ -38,7 +38,7 @@ _NOT_USED = ("consolidated*", "*/*")
 
 @dataclass(frozen=True)
 class HubModel:
-    """``organization/name``, and a branch, tag or commit; None is the main branch."""
+    """A name on the Hub, ``organization/name``, and a branch, tag or commit; None is the main branch."""
 
     repo: str
     revision: str | None
@@ -54,7 +54,7 @@ def is_hub_name(text: str) -> bool:
 
 
 def locate_models(config: JobConfig, *, weights: bool = True) -> list[str]:
-    """Puts folders in place of names on the Hub; returns a sentence about each.
+    """Replaces Hub names in the configuration by local folders. Returns a sentence about each.
 
     Without ``weights``, configuration and tokenizer are enough. Raises ConfigError if a setting
     names no available model, and TimeoutError if the first rank of this host does not answer.
@@ -75,7 +75,7 @@ def locate_models(config: JobConfig, *, weights: bool = True) -> list[str]:
 
 
 def locate_model(text: str, setting: str, *, weights: bool = True) -> tuple[str, list[str]]:
-    """Returns the folder of a model, and a sentence about it if the Hub's cache has such a model."""
+    """Returns the folder of a model, and sentences about what was found in the Hub's cache."""
     model = HubModel.parse(text)
     if Path(text).is_dir():
         _check_folder(text, setting)
@@ -162,11 +162,11 @@ def _reason(error: Exception) -> str:
 
 
 def once_per_host(name: str, make: Callable[[], dict[str, Any]], timeout_seconds: float) -> Any:
-    """Returns the result of ``make`` on the first rank of this host, before process groups exist.
+    """Calls ``make`` on the first rank of this host, and returns its result on all ranks of the host.
 
-    That rank leaves the result, JSON, in torchrun's folder; without torchrun, each rank calls
-    ``make``. All ranks call with the same names. If ``make`` raises, the other ranks wait until
-    TimeoutError.
+    Works before process groups exist: the first rank writes the result, as JSON, into torchrun's folder.
+    Without torchrun, each rank calls ``make``. All ranks must pass the same ``name``. If ``make`` raises,
+    the other ranks raise TimeoutError after ``timeout_seconds``.
     """
     own_error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if own_error_file is None or os.environ.get("LOCAL_WORLD_SIZE", "1") == "1":

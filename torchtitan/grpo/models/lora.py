@@ -68,7 +68,7 @@ class AdaptedLinear(nn.Linear):
 
 
 def add_adapters(model: nn.Module, lora: LoRA, dtype: torch.dtype) -> None:
-    """Freezes a model, or a stage of one, and gives its targets adapters of ``dtype``, in place.
+    """Freezes a model or pipeline stage in place, and gives its target layers adapters of ``dtype``.
 
     Call it on the meta device after tensor parallelism and before anything wraps the layers.
     """
@@ -81,7 +81,7 @@ def add_adapters(model: nn.Module, lora: LoRA, dtype: torch.dtype) -> None:
 
 
 def _freeze(model: nn.Module, dtype: torch.dtype) -> None:
-    """Replaces all parameters with frozen ones of another dtype; shared ones stay shared."""
+    """Replaces all parameters with frozen ones of ``dtype``. Shared parameters stay shared."""
     frozen: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -134,7 +134,7 @@ def _divided(whole: torch.Tensor, like: DTensor, placements: Sequence[Placement]
 
 
 def begin_adapters(model_parts: Sequence[nn.Module], seed: int | None) -> None:
-    """Initializes the adapters; each ``A`` has its own generator, so that layouts do not matter."""
+    """Initializes the adapters. Each ``A`` has its own generator, so that values do not depend on the layout."""
     for name, parameter in adapters_of(model_parts).items():
         local = local_tensor(parameter)
         if name.endswith(FACTORS[1]):
@@ -173,8 +173,8 @@ def lora_scale(adapter: StateDictAdapter) -> float:
 class AdapterMerge:
     """Adds adapters to their targets in a stream of whole parameters.
 
-    An adapter comes after all parameters of its target's module. ``arrived`` over ``meant`` is the
-    share of the change that is left after rounding to the targets' dtype, measured on their first rows.
+    An adapter comes after all parameters of its target's module. ``arrived / meant`` is the share of the
+    change that survives rounding to the targets' dtype, measured on the first rows of each target.
     """
 
     def __init__(self, scale: float) -> None:
@@ -185,13 +185,13 @@ class AdapterMerge:
         self._rows: torch.Tensor | None = None
 
     def target(self, name: str, weight: torch.Tensor, shape: Sequence[int]) -> None:
-        """Remembers a parameter until those of another module come. Its memory may be changed."""
+        """Keeps a parameter until one of another module comes. :meth:`add` may change the parameter in place."""
         if module_of(name) != self._module:
             self._module, self._targets = module_of(name), {}
         self._targets[name] = weight.view(tuple(shape))
 
     def add(self, name: str, factor: torch.Tensor) -> None:
-        """Remembers the first factor of an adapter; with the second, changes the target in place."""
+        """Keeps an adapter's first factor. With the second factor, adds the adapter to its target in place."""
         target = self._targets[target_of(name)]
         if name.endswith(FACTORS[0]):
             self._rows = factor
@@ -208,7 +208,7 @@ class AdapterMerge:
 def with_adapters(
     parameters: Iterator[tuple[str, torch.Tensor]], scale: float
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields whole parameters. Adapters come after their target's module, and are added to copies."""
+    """Yields whole parameters with adapters added to copies of them. Adapters must follow their module."""
     merge = AdapterMerge(scale)
     held: dict[str, torch.Tensor] = {}
     for name, full in parameters:
@@ -274,7 +274,7 @@ def export_peft(
     *,
     is_writer: bool,
 ) -> None:
-    """Writes a PEFT directory on rank 0; collective over all ranks."""
+    """Writes the adapters as a PEFT directory on rank 0. Collective over all ranks."""
     parameters = dict(named_parameters(model_parts))
     assemblies = [a for a in agree_on_assembly(parameters, adapter) if is_adapter(a.name)]
     shards = {name: local_tensor(p) for name, p in parameters.items() if is_adapter(name)}

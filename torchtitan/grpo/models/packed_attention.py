@@ -1,12 +1,12 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Attention that stays inside each sequence of a packed row, and the context that it shares.
+"""Attention within each sequence of a packed row and the context that the sequence shares with others.
 
-Each token has a ``reach``, the place in its row behind the last token that sees it: a query at q
+Each token has a ``reach``, the index in its row after the last token that sees it: a query at q
 sees the key at k if ``k <= q < reach[k]`` (`data/shared_context.py`). Upstream's document masks find
 borders by the EOS token, which truncated rollouts lack. In a layer with a window, the query must also
-be fewer than ``window`` positions behind the key in its sequence.
+be fewer than ``window`` positions after the key in its sequence.
 
 Context parallelism exchanges heads by all-to-all (DeepSpeed Ulysses,
 https://arxiv.org/abs/2309.14509): each rank holds a part of the sequence outside attention, and
@@ -60,11 +60,11 @@ class DenseMask:
 
 @dataclass(frozen=True)
 class SpanBorders:
-    """The borders of spans, for a kernel of sequences of several lengths.
+    """The borders of spans (runs of tokens with equal reach), for the variable-length kernel.
 
-    ``borders`` [n] int32 are where spans begin in all rows laid end to end, followed by the number
+    ``borders`` [n] int32 are the starts of spans in all rows laid end to end, followed by the total number
     of tokens, once or more. ``longest`` is at least the length of each span. ``shared`` are the
-    contexts that several sequences see; None without any. ``window`` is as in :func:`packed_mask`.
+    contexts that several sequences see, or None. ``window`` is as in :func:`packed_mask`.
     """
 
     borders: torch.Tensor
@@ -77,16 +77,16 @@ Mask: TypeAlias = "DenseMask | SpanBorders | BlockMask"
 
 
 class HostReach:
-    """The reach of packed rows' tokens, [rows, seq] int, on the host, so that reading it does not wait.
+    """The reach of packed rows' tokens, [rows, seq] int, on the host, where reading it does not wait.
 
-    FSDP would move a plain tensor, or one in a container that it knows, to the device.
+    This is a class because FSDP would move a plain tensor, or one in a known container, to the device.
     """
 
     def __init__(self, reach: torch.Tensor) -> None:
         self._reach = reach.numpy()
 
     def spans(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Begin, end and reach of all spans, [spans] int64 in rows laid end to end."""
+        """Returns begin, end and reach of all spans, each [spans] int64, as indices into rows laid end to end."""
         # Two spans that follow each other never have the same reach.
         begins = np.flatnonzero(np.diff(self._reach, axis=1, prepend=-1))
         ends = np.append(begins[1:], self._reach.size)
@@ -95,7 +95,7 @@ class HostReach:
 
 
 class PackedAttention(nn.Module):
-    """Inputs are this rank's heads (tensor parallel) or its part of the sequence (context parallel)."""
+    """Attention whose inputs are this rank's heads (tensor parallel) or sequence part (context parallel)."""
 
     context_group: dist.ProcessGroup | None = None
 
@@ -119,7 +119,7 @@ class PackedAttention(nn.Module):
 def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, scale: float | None
 ) -> torch.Tensor:
-    """Attends with the kernel for which the mask was made. Inputs are all tokens of some heads."""
+    """Computes attention with the kernel for which the mask was made. Inputs are all tokens of some heads."""
     if isinstance(mask, SpanBorders):
         return _attend_by_length(q, k, v, mask, scale)
     if not isinstance(mask, DenseMask):
@@ -151,11 +151,11 @@ def one_head_each(tensor: torch.Tensor, heads: int) -> torch.Tensor:
 
 @functools.cache
 def _compiled_flex_attention() -> Callable[..., torch.Tensor]:
-    """Compiles FlexAttention without two options that upstream sets.
+    """Compiles FlexAttention without two options that upstream sets: wrapped regions and autotuning.
 
     Wrapping compiled regions fails with some versions of torch
-    (https://github.com/pytorch/torchtitan/issues/2463); without it, selective checkpointing
-    computes the result twice. Autotuning takes minutes on every rank.
+    (https://github.com/pytorch/torchtitan/issues/2463). Without wrapping, selective checkpointing
+    computes attention twice. Autotuning takes minutes on every rank.
     """
     from torch.nn.attention.flex_attention import flex_attention
 
@@ -164,7 +164,7 @@ def _compiled_flex_attention() -> Callable[..., torch.Tensor]:
 
 @functools.cache
 def _compiled_create_block_mask() -> Callable[..., "BlockMask"]:
-    """Without compilation, ``create_block_mask`` would make a dense mask first."""
+    """Compiles ``create_block_mask``, which without compilation would first make a dense mask."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     return torch.compile(create_block_mask)
@@ -192,7 +192,7 @@ def _attend_by_length(
 
 
 def flex_pays(seq_len: int) -> bool:
-    """Returns whether FlexAttention saves more than its mask of blocks costs."""
+    """Returns whether FlexAttention saves more time than its block mask costs."""
     return seq_len >= _FLEX_MIN_SEQ_LEN
 
 
@@ -209,13 +209,13 @@ def packed_mask(
     """Returns the mask of packed rows, in which a query sees its sequence up to itself.
 
     Args:
-        reach: [rows, seq] int, as in ``TrainRows``. Padding is a span: each query needs a key.
+        reach: [rows, seq] int, as in ``TrainRows``. Padding is a span too, since each query needs a key.
         kind: The kernel that takes the mask.
-        host: The same numbers on the host; without them, the host waits for the device.
+        host: The reach on the host. Without it, the host waits for the device.
         compiled: Whether to keep sizes fixed, because new sizes would compile blocks anew.
         may_share: Whether rows may have shared contexts; if so, fixed sizes leave room for them.
         window: How many tokens of its sequence a query sees at most, its own included; None for all.
-        positions: [rows, seq] int, of each token in its sequence, which a window needs.
+        positions: [rows, seq] int, each token's position in its sequence. Needed with a window.
     """
     rows, seq = reach.shape
     window = None if window is None or window >= seq else window
@@ -245,7 +245,7 @@ def packed_mask(
 def _span_borders(
     reach: torch.Tensor, host: HostReach, compiled: bool, may_share: bool
 ) -> SpanBorders:
-    """Returns borders, padded to one of a few sizes, or with ``compiled`` to a fixed one."""
+    """Returns the borders of spans, padded to one of a few sizes, or with ``compiled`` to a fixed size."""
     begins, ends, reaches = host.spans()
     count, longest, total = len(begins), int((ends - begins).max()), reach.numel()
     sizes = None
@@ -281,7 +281,7 @@ def context_part(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch
 def scatter_heads(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Exchanges [rows, heads, seq / n, head_dim] for [rows, heads / n, seq, head_dim].
 
-    The heads of a token are adjacent in memory: kernels for rows end to end need no copy.
+    In the result, the heads of a token are adjacent in memory, so that varlen kernels need no copy.
     """
     n = group.size()
     rows, heads, part, head_dim = tensor.shape
@@ -301,7 +301,7 @@ def gather_heads(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor
 
 
 def shareable_kv_heads(tensor: torch.Tensor, num_ranks: int) -> torch.Tensor:
-    """Repeats each key or value head next to itself, so that heads divide evenly among ranks."""
+    """Repeats key or value heads, copies next to each other, so that the heads divide evenly among ranks."""
     repeats = num_ranks // math.gcd(tensor.shape[1], num_ranks)
     return tensor.repeat_interleave(repeats, dim=1) if repeats > 1 else tensor
 
@@ -309,7 +309,7 @@ def shareable_kv_heads(tensor: torch.Tensor, num_ranks: int) -> torch.Tensor:
 def gather_sequence(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
     """Gathers [rows, seq / n, ...] of each rank into [rows, seq, ...] on all ranks.
 
-    Every rank computes the same loss, so that the gradient of its part needs no sum.
+    Every rank computes the same loss, so that gradients of the parts need no sum over ranks.
     """
     if group is None:
         return tensor

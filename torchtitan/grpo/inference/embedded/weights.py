@@ -4,7 +4,7 @@
 """The parameters of the model by their Hugging Face names.
 
 On a CPU, new tensors replace the old ones, and nothing is copied. On a GPU, the parameters keep
-their addresses, because captured CUDA graphs contain them (`decode_graph.py`), and are copied into:
+their addresses, because captured CUDA graphs contain these (`decode_graph.py`). A weight is copied twice:
 
     staging thread   pinned bucket -> staged tensor   on the table's stream, during decoding
     engine's thread  staged tensor -> parameter       on the decoding stream, between two steps
