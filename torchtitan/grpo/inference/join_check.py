@@ -55,7 +55,7 @@ async def require_kind(http: HttpConnection, wanted: ServerKind) -> Identity:
 
 
 async def identify(http: HttpConnection) -> Identity:
-    """Recognizes a server's kind by its routes; raises RouteError if a route does not answer."""
+    """Recognizes a server's kind by its routes. Raises RouteError if a route does not answer."""
     first = await _answer(http, "/model_info")
     info = _object(first)
     if "embedded" in info:

@@ -35,7 +35,7 @@ class Family:
     has_experts: bool = False
 
     def layers(self, config: Mapping[str, Any]) -> Layers:
-        """Returns the layers that a ``config.json`` describes; raises KeyError if a size is missing."""
+        """Returns the layers that a ``config.json`` describes. Raises KeyError if a size is missing."""
         attention = self._attention(config)
         return Layers.of([Layer(attention, part) for part in self._feed_forwards(config)])
 
