@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The model for packed rows; it returns log-probabilities of labels, or values, instead of logits."""
+"""The model for packed rows, which returns log-probabilities of labels, or values, instead of logits."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -34,10 +34,10 @@ class ScoringSettings:
     """How a model computes the log-probabilities of tokens.
 
     ``keep_logits`` stores logits in the memory of the output weight's gradient, which is allocated
-    in the forward pass. Logits of ``chunk_tokens`` tokens exist at the same time. Without
-    ``with_entropy`` the entropy is 0. ``compiled`` blocks need masks of fixed sizes, also for shared
-    contexts with ``shares_contexts``. With the ``head`` "values", the model is a critic, and computes
-    no log-probabilities.
+    in the forward pass. Logits are computed for ``chunk_tokens`` tokens at a time. Without
+    ``with_entropy``, 0 is returned as the entropy. ``compiled`` blocks need masks of fixed sizes; with
+    ``shares_contexts``, this includes the masks of shared contexts. With the ``head`` "values", the
+    model is a critic, and computes no log-probabilities.
     """
 
     attention: PackedAttentionKind
@@ -52,17 +52,18 @@ class ScoringSettings:
 
 
 class ScoredTokens:
-    """A mask of tokens, [rows, seq] bool on the host and on the device.
+    """A mask of the tokens to score, [rows, seq] bool, kept both on the host and on the device.
 
-    The number of tokens decides shapes. If it were only on the device, the host would wait for it in
-    every microbatch. FSDP would move a plain tensor to the device.
+    The number of scored tokens determines shapes. If only the device had the mask, the host would
+    wait for that number in every microbatch. This is not a plain tensor, as FSDP would move that to
+    the device.
     """
 
     def __init__(self, mask: torch.Tensor, host_mask: torch.Tensor) -> None:
         self._mask, self._host_mask = mask, host_mask
 
     def positions(self, part: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor | None:
-        """Returns scored tokens' indices in the flattened ``part`` of rows, [tokens] int64; None for all."""
+        """Returns the scored tokens' indices in the flattened ``part`` of the rows, [tokens]; None for all."""
         host_part = part(self._host_mask)
         count = int(np.count_nonzero(host_part.numpy()))
         if count == host_part.numel():
@@ -94,7 +95,7 @@ class TokenHead(nn.Linear):
     ) -> Iterator[None]:
         """Forward passes inside the context score ``labels``, [rows, seq] int.
 
-        ``positions`` [tokens] int64 are indices of scored tokens in flattened rows; None for all.
+        ``positions``, [tokens] int64, are the scored tokens' indices in flattened rows, or None for all.
         ``other_ids`` are [rows, seq, k] int, see :func:`packed_linear_logprobs`.
         """
         outer = self._labels, self._positions, self._other_ids
@@ -105,7 +106,7 @@ class TokenHead(nn.Linear):
             self._labels, self._positions, self._other_ids = outer
 
     def _in_rows(self, numbers: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """Puts numbers of scored tokens, [tokens, k], into rows: [rows, seq, k], 0 elsewhere."""
+        """Scatters numbers of the scored tokens, [tokens, k], into rows, [rows, seq, k], which are 0 elsewhere."""
         positions = self._positions
         if positions is None:
             return numbers
@@ -279,7 +280,7 @@ class PackedModel(Decoder):
     ) -> torch.Tensor:
         """Runs packed rows through the model, or through one pipeline stage of it.
 
-        All are [rows, seq] int, as in ``TrainRows``: ``tokens`` (hidden states on later stages),
+        Arguments are [rows, seq] int, as in ``TrainRows``: ``tokens`` (hidden states on later stages),
         ``reach`` (also as ``host_reach``), ``positions`` in each sequence, and ``labels``;
         ``other_ids`` is [rows, seq, k]. Returns the output of the :class:`TokenHead`, or this rank's
         hidden states if the stage has none.

@@ -102,7 +102,7 @@ def _divide_tensors(model: PackedModel, mesh: DeviceMesh) -> None:
 
 
 def tensor_plan(layer: Layer) -> dict[str, ParallelStyle]:
-    """Returns the style of each module of a layer; experts are divided by :func:`_divide_experts`."""
+    """Returns the tensor-parallel style of each module of a layer, except for its experts."""
     whole = Replicate()
     plan: dict[str, ParallelStyle] = {
         # One gather serves all products with a block's input.
@@ -134,7 +134,7 @@ def _style_of(part: Part) -> ParallelStyle | None:
 
 
 class _Whole(ParallelStyle):
-    """Every rank holds a module's weights whole, and computes all outputs for its own inputs."""
+    """A style in which every rank holds a module's whole weights and computes all outputs for its own inputs."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return distribute_module(module, device_mesh)
@@ -165,10 +165,10 @@ def _divide_experts(block: Any, dims: ParallelDims) -> None:
 
 
 def _wait_for_embeddings(model: PackedModel) -> None:
-    """Copies the embedding's output, to wait for the collective of tensor parallelism.
+    """Copies the embedding's output, which waits for tensor parallelism's asynchronous collective.
 
-    For a tensor whose collective is still running, a compiled block would compute no gradient, and
-    the embedding would never be trained.
+    If a compiled block received a tensor whose collective is still running, it would compute no
+    gradient for that tensor, and the embedding would never be trained.
     """
 
     def wait(_: nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor:
@@ -181,8 +181,9 @@ def _wait_for_embeddings(model: PackedModel) -> None:
 def _compile(model: PackedModel, backend: str | Callable[..., Any]) -> None:
     """Compiles each layer, so that equal layers share code.
 
-    FSDP's hooks of experts, and their varying numbers of tokens, would interrupt a graph. In layers with
-    experts, only the other modules and the arithmetic between the experts' products are compiled.
+    FSDP's hooks on experts, and the varying number of tokens of an expert, would break the graph. In
+    layers with experts, only the other modules and the arithmetic between the experts' matrix products
+    are compiled.
     """
     for number, block in list(model.layers.items()):
         moe: MoE | None = block.moe  # pyright: ignore[reportAssignmentType]

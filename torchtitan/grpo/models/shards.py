@@ -73,7 +73,7 @@ def block_of(
 
 
 def named_parameters(model_parts: list[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the parameters under their upstream names, shared ones once."""
+    """Yields each parameter with its upstream name. A parameter shared by modules is yielded once."""
     for part in model_parts:
         for name, parameter in part.named_parameters():
             # Activation checkpointing and torch.compile wrap modules, which shows in names.
@@ -97,25 +97,25 @@ def local_block(parameter: torch.Tensor) -> Block:
 
 
 def local_tensor(parameter: torch.Tensor) -> torch.Tensor:
-    """Returns this rank's elements of a parameter; they share its memory."""
+    """Returns this rank's elements of a parameter, detached, as a tensor that shares the parameter's memory."""
     tensor = parameter.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def local_part(parameter: torch.Tensor) -> torch.Tensor:
-    """Returns this rank's elements; the gradient is that of these elements."""
+    """Returns this rank's elements of a parameter, differentiably: a gradient goes to these elements alone."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def summed_part(parameter: torch.Tensor) -> torch.Tensor:
-    """Returns a parameter that each rank of its mesh holds whole; gradients are summed over them."""
+    """Returns a replicated parameter as a local tensor whose gradients are summed over the ranks of its mesh."""
     if not isinstance(parameter, DTensor):
         return parameter
     return parameter.to_local(grad_placements=[Partial()] * parameter.device_mesh.ndim)
 
 
 def divided_like(weight: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """Returns this rank's elements, ``local``, as a DTensor divided like ``weight`` if that is one."""
+    """Returns ``local`` as this rank's shard of a DTensor like ``weight``, or unchanged if that is no DTensor."""
     if not isinstance(weight, DTensor):
         return local
     return DTensor.from_local(
@@ -160,7 +160,7 @@ class Assembly:
 
 
 def plan_assembly(held_by_rank: Sequence[Mapping[str, Held]]) -> list[Assembly]:
-    """Decides which rank sends which block; RuntimeError if they do not make up the parameters."""
+    """Decides which rank sends which block. Raises RuntimeError if the blocks do not cover a parameter."""
     shapes: dict[str, tuple[int, ...]] = {}
     holders: dict[str, dict[Block, list[int]]] = {}
     for rank, held in enumerate(held_by_rank):
@@ -193,7 +193,7 @@ def plan_assembly(held_by_rank: Sequence[Mapping[str, Held]]) -> list[Assembly]:
 
 
 def model_order(name: str) -> tuple[int, int]:
-    """Key that sorts native names in the order of the whole model; equal within one layer."""
+    """Sort key that puts native parameter names in the model's order of layers; equal within one layer."""
     top, _, rest = name.partition(".")
     number = rest.partition(".")[0]
     place = _TOP_LEVEL.index(top) if top in _TOP_LEVEL else len(_TOP_LEVEL)
@@ -203,9 +203,9 @@ def model_order(name: str) -> tuple[int, int]:
 def in_buckets(
     assemblies: Sequence[Assembly], num_bytes: Callable[[Assembly], int], bucket_bytes: int
 ) -> list[list[Assembly]]:
-    """Buckets have at most ``bucket_bytes``, or one larger parameter.
+    """Groups parameters into buckets of at most ``bucket_bytes`` each, or of one larger parameter.
 
-    A parameter without bytes, such as that of an added adapter, joins the one before it.
+    A parameter of 0 bytes, such as that of an added adapter, joins the bucket of the previous one.
     """
     buckets: list[list[Assembly]] = []
     room = 0

@@ -59,7 +59,7 @@ View = tuple[Callable[..., torch.Tensor], tuple[Any, ...]]
 
 @dataclass(frozen=True)
 class SplitGraph:
-    """Counts linear layers, deferred weight gradients, and products left in the backward graph."""
+    """The numbers of linear layers, of deferred weight gradients, and of products left in a backward graph."""
 
     linears: int
     deferred: int
@@ -146,10 +146,10 @@ class _Found:
 
 @dataclass(frozen=True)
 class _Cut:
-    """Indices of the outputs of a compiled graph that are the factors of a gradient.
+    """Two outputs of a compiled graph that are the factors of a weight's gradient, by index.
 
-    ``left`` is the gradient of the layer's output, ``right`` the layer's input, ``example`` a
-    fake tensor like the gradient.
+    ``left`` is the index of the gradient of the layer's output, and ``right`` that of the layer's
+    input. ``example`` is a fake tensor like the weight's gradient.
     """
 
     left: int
@@ -194,7 +194,7 @@ class _Tap(torch.autograd.Function):
 
 
 def _num_linears(graph: fx.GraphModule) -> int:
-    """Counts linear layers, including those in checkpoints, but no frozen ones."""
+    """Counts a graph's linear layers, including those in checkpoints but not frozen ones."""
     parts = [module for module in graph.modules() if isinstance(module, fx.GraphModule)]
     nodes = [node for part in parts for node in part.graph.nodes]
     return sum(
@@ -218,7 +218,7 @@ def _input_of(description: Any) -> int | None:
 
 
 def _find_product(grad: Any) -> _Found | None:
-    """Returns the matrix product that a gradient consists of, apart from views; None if it is no product."""
+    """Returns the matrix product of which a gradient is a view, or None if the gradient is no such product."""
     node: Any = grad
     views: list[View] = []
     while isinstance(node, fx.Node) and node.target in _VIEWS:

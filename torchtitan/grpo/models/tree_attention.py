@@ -33,11 +33,11 @@ GROUPED_HEADS: dict[str, Any] = {"enable_gqa": True} if torch.__version__ >= "2.
 
 
 class Level(NamedTuple):
-    """The contexts of one level of the trees of all rows, laid end to end.
+    """The contexts at one depth of the trees of all rows, laid end to end.
 
     Attributes:
-        queries: [n] int64, places of the tokens below the contexts, which see them.
-        keys: [m] int64, places of the tokens of the contexts.
+        queries: [n] int64, indices of the tokens below the contexts, which attend to the contexts.
+        keys: [m] int64, indices of the tokens of the contexts.
         query_borders: [contexts + 1 or more] int32, where each context's tokens begin in ``queries``.
         key_borders: The same for ``keys``.
     """
@@ -52,9 +52,9 @@ class Level(NamedTuple):
 class Levels:
     """The levels of a microbatch, the contexts nearest to the root first.
 
-    ``sizes`` [levels, 4] int64 are on the host. They are the numbers of queries and of keys of a level,
-    and the largest numbers of both for one context. The tensors of a level may be longer: what lies
-    behind these numbers is not read.
+    ``sizes``, [levels, 4] int64, is on the host. It has a level's number of queries, its number of keys,
+    and the largest number of each for one context. The tensors of a level may be longer, but are
+    read only up to these sizes.
     """
 
     levels: list[Level]
@@ -68,9 +68,9 @@ def levels_of(
 ) -> Levels:
     """Returns the levels of ``contexts``, given as begin, end and reach, [contexts] int64 each.
 
-    These are places in rows laid end to end. A context's tokens are [begin, end), and the later tokens
-    that see them are [end, reach). Contexts are in ascending order of their begins.
-    ``sizes`` are numbers of levels, of places and of borders, to which the tensors are padded.
+    These three are token indices in rows laid end to end. A context's tokens are [begin, end), and the
+    later tokens that attend to it are [end, reach). Contexts are in ascending order of their begins.
+    The tensors are padded to ``sizes``: the numbers of levels, of token indices, and of borders.
     """
     num_levels, num_places, num_borders = sizes or (0, 0, 0)
     begins, ends, reaches = contexts
@@ -88,7 +88,7 @@ def levels_of(
 
 
 def _depths(begins: np.ndarray, reaches: np.ndarray) -> np.ndarray:
-    """Returns in how many other contexts each context lies, [contexts] int64."""
+    """Returns the number of other contexts that enclose each context, [contexts] int64."""
     depths, above = np.zeros(len(begins), np.int64), list[int]()
     for index, (begin, reach) in enumerate(zip(begins.tolist(), reaches.tolist(), strict=True)):
         while above and above[-1] <= begin:
@@ -103,7 +103,7 @@ def _longest(begins: np.ndarray, ends: np.ndarray) -> int:
 
 
 def _places(begins: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """Returns all places from each begin to its end, [sum of ends - begins] int64."""
+    """Returns the indices of all ranges [begin, end), end to end, [sum of ends - begins] int64."""
     lengths = ends - begins
     return np.arange(lengths.sum()) + np.repeat(ends - np.cumsum(lengths), lengths)
 
@@ -162,7 +162,7 @@ def _merge(
     part: torch.Tensor,
     part_lse: torch.Tensor,
 ) -> None:
-    """Merges the output of the tokens ``where`` over further keys into ``out`` and ``lse``."""
+    """Merges attention to further keys (``part``, ``part_lse``) of the tokens ``where`` into ``out`` and ``lse``."""
     own, own_lse = out.index_select(0, where), lse.index_select(1, where)
     merged_lse = torch.logaddexp(own_lse, part_lse)
     weights = [(of - merged_lse).exp().t().unsqueeze(2) for of in (own_lse, part_lse)]
@@ -230,7 +230,7 @@ attend_to_tree.register_autograd(_backward, setup_context=_setup_context)
 def _used(
     levels: Sequence[torch.Tensor], sizes: torch.Tensor
 ) -> Iterator[tuple[list[torch.Tensor], tuple[int, int]]]:
-    """Yields the tensors of each level that has contexts, and the most queries and keys of one."""
+    """Yields the tensors of each nonempty level, and the largest numbers of queries and keys of a context."""
     for index, (num_queries, num_keys, *most) in enumerate(sizes.tolist()):
         if num_queries:
             queries, keys, *borders = levels[4 * index : 4 * index + 4]
@@ -268,5 +268,5 @@ def _gradients(
 
 
 def _backward_kernel() -> Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Returns torch's backward kernel, which has no public function."""
+    """Returns torch's backward kernel of attention, for which torch has no public function."""
     return torch.ops.torch_attn._varlen_attn_backward

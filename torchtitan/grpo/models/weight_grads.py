@@ -5,7 +5,7 @@
 
 Zero-bubble schedules run a stage's backward pass in two actions, I and W. Here, I is a whole
 backward pass in which linear layers and experts store their input and the gradient of their
-output, so that activation checkpoints recompute each block once. W multiplies what was stored.
+output, so that activation checkpoints recompute each block once. W multiplies the stored tensors.
 The store occupies at most ``max_pending_bytes`` after each ``put``: the oldest products are
 computed early. Products of one parameter are added to its gradient in the order of ``put``.
 """
@@ -69,7 +69,7 @@ class WeightGradients:
 
     @contextmanager
     def catching(self, key: Key, add: AddGradient) -> Iterator[None]:
-        """Passes inside the context defer weight gradients. Recomputations must also run inside."""
+        """Context in which passes defer weight gradients. A pass's recomputation must also run inside it."""
         assert self._catching is None, "a pass of a stage began inside the pass of another stage"
         self._catching = key, add
         try:
@@ -131,7 +131,7 @@ class WeightGradients:
 
 
 class DeferredLinear(nn.Linear):
-    """Shares a layer's parameters; defers its weight's gradient in :meth:`WeightGradients.catching`."""
+    """A copy of a linear layer, sharing its parameters, that can defer the gradient of its weight."""
 
     def __init__(self, linear: nn.Linear, store: WeightGradients) -> None:
         super().__init__(
@@ -156,7 +156,7 @@ def deferred(
     input: torch.Tensor,
     put: Callable[[torch.Tensor, torch.Tensor], None],
 ) -> torch.Tensor:
-    """Computes ``product``, whose backward pass gives its input and output gradient to ``put``."""
+    """Returns ``product(input)``. Its backward pass calls ``put`` with the input and the output's gradient."""
     caught: list[torch.Tensor] = []
     # The product is not inside this function of ours, since a recomputed checkpoint could then not
     # stop before the last product of its block.
@@ -183,7 +183,7 @@ class _Tap(torch.autograd.Function):
 
 
 def defer_linears(model: nn.Module, store: WeightGradients) -> None:
-    """Replaces every layer that is exactly an ``nn.Linear``: subclasses compute in another way."""
+    """Replaces every ``nn.Linear`` by a :class:`DeferredLinear`, but not subclasses, which may differ."""
     for parent in list(model.modules()):
         for name, child in parent.named_children():
             if type(child) is nn.Linear:
@@ -213,7 +213,7 @@ class DeferredExperts(GroupedExperts):
 def _gradients_of_groups(
     output_grad: torch.Tensor, input: torch.Tensor, counts: Any
 ) -> torch.Tensor:
-    """Computes [experts, out, in] of :func:`multiply_groups`, with autograd's operands and order."""
+    """Computes the weight gradients of :func:`multiply_groups`, [experts, out, in], exactly as autograd does."""
     if isinstance(counts, torch.Tensor):
         return torch._grouped_mm(output_grad.transpose(-2, -1), input, offs=counts)
     parts = zip(output_grad.split(counts), input.split(counts), strict=True)

@@ -9,10 +9,10 @@ each number has a greatest width:
     rew 0.512 ent 0.51 len 11.2 age 0.75 gen/trn 12k/9.9k trn waits 45%
 
 ``gen/trn`` are generated and trained tokens per second. ``trn waits`` is the share of the step
-in which the trainer waits for rollouts. If the share in which rollouts wait for the trainer is larger,
-that is shown instead, as ``gen waits``. If most of the trainer's wait is for rewards, or for environments
-and agents, the field begins with ``rewards`` or ``episodes``. The long form also shows these shares, some
-times in seconds, and the share for which the devices were lent to servers.
+in which the trainer waits for rollouts. If rollouts wait for the trainer for a larger share,
+the field shows that share, as ``gen waits``. If the trainer mostly waits for rewards, the field begins
+with ``rewards``; if for environments and agents, with ``episodes``. The long form also shows these shares,
+some times in seconds, and the share of time for which the devices were lent to servers.
 """
 
 import logging
@@ -54,7 +54,7 @@ def long_line(step: int, num_steps: int, metrics: Mapping[str, float]) -> str:
 
 
 def _fields(step: int, num_steps: int, metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
-    """Yields each field in its short and its long form; an empty one is left out of its line."""
+    """Yields each field in its short and its long form. A form is empty where its line omits the field."""
 
     def field(short: str, long: str, key: str, width: int, wide: int) -> tuple[str, str]:
         value = metrics[key]
@@ -166,9 +166,9 @@ def init_console(level: str, *, is_rank_zero: bool) -> None:
 
 
 class Progress:
-    """Shows the line of the last step with a bar below on a terminal, and only lines elsewhere.
+    """Shows the latest step's line above a progress bar on a terminal, and only lines elsewhere.
 
-    Log messages go through the bar's console, because they would be printed into the bar otherwise.
+    Log messages go through the bar's console, because they would otherwise be printed into the bar.
     """
 
     def __init__(self, mode: Literal["auto", "bar", "lines", "none"], num_steps: int) -> None:
@@ -224,7 +224,7 @@ class Progress:
             self.print(line)
 
     def print(self, message: str, *, always: bool = False) -> None:
-        """Prints a message above the bar. With ``mode`` ``none``, prints it only if ``always`` is set."""
+        """Prints a message above the bar. In the mode ``none``, it is printed only if ``always`` is set."""
         if always or self.mode != "none":
             self._console.print(message, markup=False)
 

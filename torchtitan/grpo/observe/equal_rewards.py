@@ -19,8 +19,8 @@ _TAUGHT = "teacher/reverse_kl"
 class EqualRewardsWatch:
     """Counts the latest steps in which no group had two different rewards.
 
-    The first notice comes after ``observe.equal_rewards_steps`` of them in a row, and each further one
-    after twice as many. Groups replaced by ``rollout.dynamic_sampling`` are in no batch and do not count.
+    The first notice comes after ``observe.equal_rewards_steps`` such steps in a row, and each further
+    notice after twice as many. Groups replaced by ``rollout.dynamic_sampling`` do not count.
     """
 
     def __init__(self, config: JobConfig) -> None:
@@ -34,7 +34,7 @@ class EqualRewardsWatch:
         self._steps: deque[Mapping[str, float]] = deque(maxlen=max(1, self._first))
 
     def update(self, metrics: Mapping[str, float], is_chat: bool | None) -> str | None:
-        """Adds a step, and returns a notice if one is due; ``is_chat`` is None if it is unknown."""
+        """Adds a step, and returns a notice if one is due. ``is_chat``: whether prompts are chats, if known."""
         # A replay learns from a teacher's ratings in its file without naming a teacher.
         is_taught = _TAUGHT in metrics and self._config.teacher.coef > 0
         if not self._first or (is_taught and not reward_functions(self._config)):
@@ -79,7 +79,7 @@ class EqualRewardsWatch:
 def likely_causes(
     config: JobConfig, steps: Collection[Mapping[str, float]], is_chat: bool | None
 ) -> list[str]:
-    """Returns the likeliest causes first, as far as the metrics of the steps tell."""
+    """Returns possible causes of equal rewards, the likeliest first as judged from the steps' metrics."""
     lowest = min(step["reward/mean"] for step in steps)
     highest = max(step["reward/mean"] for step in steps)
     is_constant = highest - lowest < 1e-9 and all(step["reward/std"] < 1e-9 for step in steps)

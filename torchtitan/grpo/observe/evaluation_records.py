@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Metrics, records and lines of an evaluation, the same in a run and without one."""
+"""Metrics, records and printed lines of an evaluation, whether it is part of a training run or not."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -27,7 +27,7 @@ def evaluation_metrics(result: EvaluationResult) -> dict[str, float]:
 
 
 def sample_records(result: EvaluationResult) -> Iterator[dict[str, Any]]:
-    """Yields the records of ``evaluation_samples.jsonl``: one for each kept prompt."""
+    """Yields the records of ``evaluation_samples.jsonl``: one for each prompt that was kept as a sample."""
     for of_set in result.sets:
         for prompt in of_set.samples:
             yield {

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Writes metrics (docs/metrics.md) to console, files, TensorBoard and wandb; rank 0 serves them over HTTP."""
+"""Writes metrics (docs/metrics.md) to console, files, TensorBoard and wandb, and serves them over HTTP."""
 
 import itertools
 import netrc
@@ -87,7 +87,7 @@ class GRPOMetricsProcessor:
         samples: Sequence[dict[str, Any]] = (),
         note: str = "",
     ) -> None:
-        """Records one step, counted from 1, on rank 0; ``samples`` are its records of ``samples.jsonl``.
+        """Records one step, counted from 1, on rank 0. ``samples`` are the step's records in ``samples.jsonl``.
 
         The console shows a ``note`` beside the step.
         """
@@ -118,7 +118,7 @@ class GRPOMetricsProcessor:
     def log_evaluation(
         self, step: int, result: EvaluationResult, counts: Mapping[str, int]
     ) -> None:
-        """Records an evaluation after ``step`` on rank 0; the evaluated version may be older."""
+        """Records on rank 0 an evaluation that ended after ``step``. It may be of an older policy version."""
         if self._progress is None:
             return
         metrics = evaluation_metrics(result)
@@ -133,7 +133,7 @@ class GRPOMetricsProcessor:
             self._progress.print(line)
 
     def log_held_out(self, step: int, loss: float) -> None:
-        """Records the loss of held-out examples under the weights after ``step``, on rank 0."""
+        """Records on rank 0 the loss of held-out examples, computed with the weights after ``step``."""
         if self._progress is None:
             return
         metrics = {"evaluation/loss": loss}
@@ -225,8 +225,8 @@ class RankMonitor:
 class Phases:
     """The phases of a training rank. The training thread sets them, and any thread may read them.
 
-    A rank counts as stuck if a phase lasts longer than ``stuck_seconds`` and than three times the longest
-    earlier phase of its name: a run whose steps take an hour is not stuck in its second step.
+    A rank counts as stuck if a phase lasts longer than ``stuck_seconds``, and also longer than three times
+    the longest earlier phase of the same name: a run whose steps take an hour is not stuck in the second.
     """
 
     def __init__(self, stuck_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -253,7 +253,7 @@ class Phases:
         }
 
     def health(self, servers: Mapping[str, Any]) -> Health:
-        """Returns the rank's state, and whether it is stuck; ``servers`` has each server's state by URL."""
+        """Returns the rank's state, and whether it is stuck. ``servers`` maps URLs to the servers' states."""
         now = self._clock()
         phase, lasted = self._phase, now - self._since
         bound = max(self._stuck_seconds, _TIMES_LONGER * self._longest.get(phase, 0.0))

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The clock of a step and its parts, and the profilers of ``[profiling]``."""
+"""A clock for a step and its parts, and the profilers that the table ``[profiling]`` configures."""
 
 import time
 import warnings
@@ -20,14 +20,14 @@ from torchtitan.grpo.system.logs import logger
 
 
 class StepClock:
-    """Measures the seconds of each step, from the end of the step before it, and of its parts."""
+    """Measures in seconds how long each step takes, from the end of the previous one, and how long its parts."""
 
     def __init__(self) -> None:
         self._parts: dict[str, float] = {}
         self._begin = self._last_end = time.perf_counter()
 
     def restart(self) -> None:
-        """Begins a step now, so that the time since the last one, such as of an evaluation, is not counted."""
+        """Begins a step now, so that time spent since the last step, as on an evaluation, is not counted."""
         self._last_end = time.perf_counter()
 
     @contextmanager
@@ -56,7 +56,7 @@ _RECORDED = (torch.profiler.ProfilerAction.RECORD, torch.profiler.ProfilerAction
 
 @contextmanager
 def profilers(config: JobConfig, step: int) -> Iterator[list[Any]]:
-    """Yields running profilers, as ``[profiling]`` enables them; call ``step()`` of each after each step."""
+    """Runs the profilers that ``[profiling]`` enables, and yields them. Call ``step()`` of each after each step."""
     settings = _within(config.profiling, step, config.training.steps)
     folder = config.job.dump_folder
     with ExitStack() as stack:
@@ -74,7 +74,7 @@ _SNAPSHOT_ENTRIES = 100_000
 
 
 class _MemorySnapshots:
-    """Records allocations of GPU memory; writes them every ``profile_freq`` steps and if it runs out."""
+    """Records GPU memory allocations, and writes them every ``profile_freq`` steps and when memory runs out."""
 
     def __init__(self, settings: Profiling, step: int, folder: Path) -> None:
         self._freq, self._step, self._folder = settings.profile_freq, step, folder
@@ -101,7 +101,7 @@ class _MemorySnapshots:
 
 
 def _within(settings: Profiling, step: int, last: int) -> Profiling:
-    """Returns settings with which the last step is profiled if the run ends before the next profile is due."""
+    """Returns settings that profile the last step if the run would end before the next profile is due."""
     if last // settings.profile_freq > step // settings.profile_freq:
         return settings
     active = min(settings.profiler_active, last)
@@ -110,7 +110,7 @@ def _within(settings: Profiling, step: int, last: int) -> Profiling:
 
 
 def _trace(settings: Profiling, first: int, folder: Path) -> torch.profiler.profile:
-    """Profiles the devices of this machine; upstream's profiler needs a GPU."""
+    """Returns a profiler of CPU and GPU. It works without a GPU, unlike upstream's."""
     action = torch.profiler.schedule(
         wait=settings.profile_freq - settings.profiler_warmup - settings.profiler_active,
         warmup=settings.profiler_warmup,

@@ -15,7 +15,7 @@ from torchtitan.grpo.system.logs import logger
 
 
 class RunLog:
-    """A file of records. Records of steps after ``step`` are dropped, because these steps are taken again.
+    """A file of records, opened to continue after ``step``. Records of later steps are removed.
 
     With ``step`` 0 the file starts empty. No record is kept in memory: long runs have millions.
     """
@@ -73,10 +73,10 @@ class RunLog:
 
 
 class NewRecords:
-    """Reads the records that a run adds to a log; made in another process before the run starts.
+    """Reads the records that a run, in another process, adds to a log. Create it before the run starts.
 
-    A resumed run replaces the file. Lines that the file already had are left out. Steps that are
-    taken again, because ranks were started again, have new lines.
+    A resumed run replaces the file. Lines that the old file already had are left out. Steps that are
+    repeated after ranks were restarted have new lines.
     """
 
     def __init__(self, path: Path) -> None:
@@ -107,7 +107,7 @@ class NewRecords:
         return lines
 
     def _open(self) -> BinaryIO | None:
-        """Returns the open log; if its file was replaced, the new file from its start."""
+        """Returns the open log, or None if it does not exist. A file that replaced it is opened at its start."""
         # Open until it is replaced, so that no other file can get its number.
         with suppress(FileNotFoundError):
             if self._file is None or not os.path.samestat(
@@ -122,7 +122,7 @@ class NewRecords:
 def read_records(
     path: Path, lines: Iterable[bytes], *, are_metrics: bool = False
 ) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Yields lines with their records; damaged lines, such as the last of a killed process, are left out.
+    """Yields each line with its record. Damaged lines, such as the last of a killed process, are skipped.
 
     With ``are_metrics``, a line also counts as damaged if a value is neither a number nor null.
     """

@@ -70,10 +70,10 @@ class SampleLog:
 
 
 def turns(rollout: Rollout, codec: TextCodec) -> list[dict[str, Any]]:
-    """Returns the whole context of a rollout, with special tokens, as parts with the role of who wrote them.
+    """Returns a rollout's whole context, special tokens included, in parts labeled by who wrote them.
 
     A ``role`` is ``prompt``, ``model``, ``environment``, or ``older model`` (``rollout.overdue``). The role
-    ``new row`` begins another context, as agents send it: the model saw none of the parts before it.
+    ``new row`` begins another context, as an agent may send: the model saw none of the parts before it.
     """
     ids = rollout.token_ids.tolist()
     inserted = "older model" if rollout.num_context else "environment"

@@ -57,9 +57,9 @@ def open_trackers(config: JobConfig) -> "list[BaseLogger]":
 
 @contextmanager
 def wandb_run(config: JobConfig) -> Iterator[None]:
-    """Lets each start of a run open the same wandb run, unless environment variables name one.
+    """Context in which a resumed run opens its earlier wandb run, unless environment variables name one.
 
-    Variables are set only inside the block that opens wandb, because user code may use wandb, too.
+    Environment variables are set only inside this context, because user code may use wandb too.
     """
     named = ("WANDB_RUN_ID", "WANDB_RESUME_FROM", "WANDB_FORK_FROM")
     if any(os.environ.get(name) for name in named):
@@ -112,7 +112,7 @@ def log_samples(
 
 
 def _row(sample: Mapping[str, Any]) -> list[Any]:
-    """Returns a row of wandb's table. A column of it has one type, so nested values become text."""
+    """Returns a row of wandb's table. Nested values become text, as each column must have one type."""
     context = "\n".join(
         f"[{turn['role']}{', trained' if turn['trained'] else ''}] {turn['text']}"
         for turn in sample["context"]
