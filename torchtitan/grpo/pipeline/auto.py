@@ -5,7 +5,8 @@
 
 A few microbatches of random tokens are timed with random weights, in two stages on each rank,
 or in as many as the configuration fixes. These times predict the duration of every schedule.
-The fastest ones are then run: predictions ignore the overhead of more stages and split passes.
+The schedules predicted to be fastest are then run, because predictions ignore the overhead of
+additional stages and of split backward passes.
 """
 
 import gc
@@ -60,12 +61,11 @@ from torchtitan.grpo.upstream.parallelism import ParallelDims
 def resolve_schedule(
     model: nn.Module, dims: ParallelDims, config: JobConfig, device: torch.device
 ) -> Costs | None:
-    """Replaces ``auto`` by the fastest schedule that fits, and returns its measured costs.
+    """Replaces ``auto`` in the configuration by the fastest schedule that fits into memory.
 
-    Returns None if the configuration names another schedule.
-
-    Collective; the whole model is on the meta device. Rank 0 writes the reason to
-    ``pipeline_schedule.txt`` and ``.png`` in the run's folder.
+    Returns the schedule's measured costs, or None if the configuration names a schedule itself.
+    Collective. ``model`` is the whole model on the meta device. Rank 0 writes the reasons for the choice
+    to ``pipeline_schedule.txt`` and ``.png`` in the run's folder.
     """
     settings = config.parallelism
     if settings.pipeline_parallel_schedule != AUTO:
@@ -112,7 +112,7 @@ class Trial:
     """Builds the stages that a schedule needs, and runs microbatches of random tokens.
 
     All methods are collective over all ranks of the run, return the same result on each, and free
-    their stages. While a schedule is tried, the configuration contains its name.
+    the stages that they built. While a schedule is tried, the configuration contains its name.
     """
 
     model: nn.Module
@@ -145,7 +145,7 @@ class Trial:
         return replace(measured, stages=tuple(parts))
 
     def may_use_parts(self, num_microbatches: int) -> bool:
-        """Returns whether Helix can run within the memory that the configuration allows."""
+        """Returns whether Helix, whose stages are parts of layers, can run within the allowed memory."""
         config, args = self.config, self.model.model_args
         problems = itertools.chain(helix_problems(config), helix_model_problems(args, ""))
         degree = config.parallelism.pipeline_parallel_degree
@@ -156,7 +156,7 @@ class Trial:
         return peak <= config.grpo.pipeline_memory * degree
 
     def measure_pass(self, row: Schedule, measured: Costs, num_microbatches: int) -> float:
-        """Returns the median time in seconds of a whole pass on the slowest rank."""
+        """Returns the median time in seconds of a whole training pass, measured on the slowest rank."""
         with self._stages(row) as stages:
             costs = costs_for(row, measured, self.config.parallelism.pipeline_parallel_degree)
             schedule = self._schedule(row, stages, costs)
@@ -236,9 +236,9 @@ _NUM_EXCHANGES = 64
 
 
 def measure_hops(stages: list[LeanStage], tensor: torch.Tensor, timer: PassTimer) -> None:
-    """Sends a tensor like those that stages exchange to the neighboring ranks and back.
+    """Times how long a tensor like those that stages exchange takes to a neighboring rank and back.
 
-    Collective. The lower of two neighbors measures. No rank exchanges with both at the same time.
+    Collective. The lower of two neighbors measures. No rank exchanges with both its neighbors at once.
     """
     rank, num_ranks, group = stages[0].group_rank, stages[0].group_size, stages[0].group
     for first in (0, 1):  # the ranks 0 and 1, 2 and 3, ..., and then 1 and 2, 3 and 4, ...

@@ -94,7 +94,7 @@ def split_model(
 
 
 def _with_modules(model: nn.Module, names: list[str]) -> nn.Module:
-    """Returns a copy of a model on the meta device with these modules alone."""
+    """Returns a copy of a model on the meta device that has only the modules named."""
     part: Any = copy.deepcopy(model)
     for name, module in list(part.named_children()):
         if isinstance(module, nn.ModuleDict):
@@ -108,7 +108,7 @@ def _with_modules(model: nn.Module, names: list[str]) -> nn.Module:
 def _split_layers(
     model: nn.Module, dims: ParallelDims, config: JobConfig, device: torch.device
 ) -> tuple[list[LeanStage], list[nn.Module]]:
-    """Returns this rank's parts with weights; the schedule Helix recomputes them without checkpoints."""
+    """Returns this rank's parts with weights for Helix, without checkpoints: Helix recomputes them itself."""
     assert isinstance(model, PackedModel)
     mesh = dims.get_mesh("pp")
     stages = stage_modules(config.parallelism, len(model.layers))

@@ -6,8 +6,8 @@
 A rank waits for another rank's tensor before some of its passes. A simulation of the table, with
 measured times of the passes, predicts how long. Units run in this time, on the stream of the passes,
 as long as a unit's usual time fits. The host decides by this plan, because it runs ahead of a GPU
-and cannot see what arrives. If a pass still waits after its units, this shows how long the idle time
-really was; the shorter of the real and the simulated time is then used.
+and cannot see what arrives. If a pass still waits after the units before it, the real idle time is
+known. From then on, the shorter of the real and the simulated time is used.
 """
 
 import math
@@ -39,8 +39,8 @@ class UnitTimes:
 
     Attributes:
         mean: Mean of the time.
-        variance: Its variance from unit to unit.
-        error: Standard error of the mean. A job's units share it, so it grows with their number.
+        variance: Variance of the time from unit to unit.
+        error: Standard error of the mean. It is common to a job's units, so it adds up over them.
     """
 
     mean: float = 0.0
@@ -61,12 +61,12 @@ class UnitTimes:
 class FillJob(ABC):
     """Work that is cut into units, which run on one rank between two passes of its training.
 
-    A unit must not exchange anything with training ranks, because these do not run it at the same
+    A unit must not communicate with training ranks, because they do not run the unit at the same
     time. A job that ``is_lost`` is not run again.
 
     Attributes:
-        usual: Time of a unit, from the latest ones; None before one was measured.
-        num_bytes: Device memory that a unit has needed while it ran; 0 on CPU.
+        usual: Time of a unit, from the latest units; None before one was measured.
+        num_bytes: Device memory that a unit needed while it ran; 0 on CPU.
     """
 
     def __init__(self, name: str) -> None:
@@ -117,7 +117,7 @@ _SHRINKS = 0.8
 
 @dataclass
 class Gap:
-    """An idle time of this rank in a table, in seconds: as simulated, and as observed (``shown``)."""
+    """One idle time of this rank in a table, in seconds: as simulated, and as observed (``shown``)."""
 
     simulated: float = 0.0
     shown: float | None = None
@@ -127,11 +127,11 @@ class Gap:
         return self.simulated if self.shown is None else min(self.simulated, self.shown)
 
     def learn(self, filled: float, waited: float) -> float:
-        """Corrects the gap by the time of its units, and the time that the pass then still waited.
+        """Corrects the gap from the time that units filled and the time that the pass still waited.
 
-        Returns by how much the units delayed the pass. If a pass did not wait, its input arrived at an
-        unknown time before the units ended: when expected, if they took longer than the gap, or else
-        earlier. In both cases, the gap is then assumed to be shorter.
+        Returns by how much the units delayed the pass. If the pass did not wait, its input came at an
+        unknown time before the units ended. It is assumed to have come when expected if the units took
+        longer than the gap, or else earlier. Either way, the gap is assumed to be shorter from now on.
         """
         if waited > _WAITED_SECONDS:
             found, late = filled + waited, 0.0
@@ -144,7 +144,10 @@ class Gap:
 
 @dataclass
 class FillFigures:
-    """What one rank has filled. ``late_seconds`` also counts units that ran before a training pass."""
+    """How much idle time one rank has filled.
+
+    ``late_seconds``, by which units delayed training, includes units that ran before a training pass.
+    """
 
     units: float = 0.0
     seconds: float = 0.0
@@ -155,7 +158,7 @@ class FillFigures:
 class GapFiller:
     """Runs units of ``jobs``, earlier jobs first, between the passes of one rank.
 
-    A few units of each job run before the first training passes: the first ones may load or compile
+    A few units of each job run before the first training passes: the first units may load or compile
     something, and the others show how long a unit takes. Later, one unit of each job is measured
     before each training pass that is timed.
     """
@@ -179,7 +182,7 @@ class GapFiller:
 
     @property
     def measures(self) -> bool:
-        """Whether the passes of the pipeline are timed in this training pass: rarely later on."""
+        """Whether the pipeline's passes are timed in this training pass, which becomes rarer over time."""
         count = self._num_passes
         return count > 1 and (count % 64 == 0 if count > 64 else count & (count - 1) == 0)
 
@@ -211,12 +214,12 @@ class GapFiller:
             self._running = iter(self._planned(table, rank, costs))
 
     def learn(self, costs: Costs) -> None:
-        """Plans with the costs of a timed pass from now on; it may have trained one model or two."""
+        """Uses the costs of a timed training pass, of one model or of two, for planning from now on."""
         self._costs[len(costs.stages)] = costs
         self._simulated.clear()
 
     def fill(self) -> None:
-        """Runs units before a pass. Called before each pass of the table, in its order."""
+        """Runs units before a pass. Called before each pass of the table, in the table's order."""
         gap = None if self._running is None else next(self._running)
         if gap is None or gap.simulated < _LEAST_SECONDS:
             return
@@ -227,7 +230,7 @@ class GapFiller:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Context in which a pass waits for its input, after :meth:`fill`; the wait is measured."""
+        """Context that measures how long a pass, after :meth:`fill`, waits for its input."""
         filled, self._filled = self._filled, None
         if filled is None:
             yield
@@ -245,7 +248,7 @@ class GapFiller:
         self._running = None
 
     def take_figures(self) -> FillFigures:
-        """Returns what the device has run in gaps since the last call."""
+        """Returns figures of the units that the device has run since the last call."""
         self._settle()
         figures, self.figures = self.figures, FillFigures()
         return figures
@@ -297,7 +300,7 @@ class GapFiller:
             self._settle()
 
     def _fitting(self, budget: float, used: UnitTimes) -> FillJob | None:
-        """Returns a job whose unit fits into ``budget`` seconds of which ``used`` are spent, or None."""
+        """Returns a job of which a unit fits into ``budget`` seconds after ``used`` time, or None."""
         for job in self._ready:
             fits = job.usual is not None and (used + job.usual).usually_at_most <= budget
             if fits and self._memory.fits(job):
@@ -349,10 +352,10 @@ class DeviceMemory:
 
     @contextmanager
     def measured(self, job: FillJob, *, is_alone: bool = False) -> Iterator[None]:
-        """Raises a job's ``num_bytes`` to what the unit in the context needs.
+        """Context that raises a job's ``num_bytes`` to the memory that the unit in the context needs.
 
-        Between passes, the peak is not reset, since it is also that of the passes. A unit that does
-        not raise it is not measured: it needs no more than the passes. ``is_alone`` resets the peak.
+        ``is_alone`` resets the peak of memory. Between passes it is not reset, because it is also the
+        passes' peak. A unit that does not raise the peak needs no more than the passes, and is ignored.
         """
         if not self._is_cuda:
             yield

@@ -3,8 +3,8 @@
 
 """A user's function as work for the idle time of a pipeline (docs/how-to/fill-the-gaps.md).
 
-The function is called as ``job(context)`` and returns an iterator, as a generator does; each
-``next()`` of it runs a unit. When the iterator ends, the function is called again in the next step.
+The function is called as ``job(context)`` and returns an iterator, as a generator does. Each
+``next()`` on the iterator runs a unit. When the iterator ends, the function is called again in the next step.
 """
 
 import inspect
@@ -34,7 +34,7 @@ class FillContext:
     Attributes:
         device: Where the job may compute, on the current stream.
         rank: This rank's number among the ``num_ranks`` training ranks. Each runs its own units.
-        pipeline_rank: Its number among the ``num_pipeline_ranks`` ranks of its pipeline.
+        pipeline_rank: This rank's number among the ``num_pipeline_ranks`` ranks of its pipeline.
         dump_folder: The folder of the run.
     """
 
@@ -51,7 +51,7 @@ JobFunction = Callable[[FillContext], Iterator[Any]]
 
 
 def load_job(path: str) -> JobFunction:
-    """Returns the function that a path names; ValueError if it cannot be a job."""
+    """Returns the function that a path names. Raises ValueError if the function cannot be a job."""
     function = load_function(path, f"{KEY}:", ())
     try:
         inspect.signature(function).bind(None)
@@ -66,7 +66,7 @@ def load_job(path: str) -> JobFunction:
 
 
 def load_jobs(paths: Sequence[str], stage: LeanStage, dump_folder: str) -> list[FillJob]:
-    """Returns the jobs of the rank that holds a stage."""
+    """Loads the jobs that ``paths`` name, for the rank that holds ``stage``."""
     context = FillContext(
         device=stage.device,
         rank=dist.get_rank(),
@@ -131,7 +131,7 @@ class UserJob(FillJob):
 
 
 class _RandomNumbers:
-    """A job's own state of torch's random numbers, which the training does not see."""
+    """A job's own state of torch's random generators, kept apart from that of the training."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device if device.type == "cuda" else None
@@ -174,7 +174,7 @@ class _OwnThread:
         self._thread.start()
 
     def call(self, function: Callable[[], Any], timeout_seconds: float) -> Any:
-        """Returns or raises what the function does; raises ``queue.Empty`` on a timeout."""
+        """Returns the function's result or raises its exception. Raises ``queue.Empty`` on a timeout."""
         self._calls.put(function)
         result, error = self._results.get(timeout=timeout_seconds)
         if error is not None:

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""What the schedule Helix cannot be combined with; torch is not imported."""
+"""What the schedule Helix cannot be combined with. Does not import torch."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +12,7 @@ _SETTING = 'parallelism.pipeline_parallel_schedule = "Helix"'
 
 
 def helix_problems(config: JobConfig) -> Iterator[str]:
-    """Yields settings that contradict the schedule, whatever the model."""
+    """Yields problems of settings that exclude the schedule Helix with any model."""
     grpo, lora = config.grpo, config.lora
     mode = config.activation_checkpoint.mode
     if mode not in ("none", "full"):
@@ -60,7 +60,7 @@ def _chunk_problems(config: JobConfig, chunk_tokens: int) -> Iterator[str]:
 
 
 def helix_model_problems(model_args: Any, path: Any) -> Iterator[str]:
-    """Yields why a model with these arguments cannot be divided."""
+    """Yields the reasons why Helix cannot divide a model with these arguments."""
     if len(model_args.layers.kinds) > 1 and not model_args.has_experts:
         yield (
             f"{_SETTING} needs a model whose layers are of one kind, and {path} has "

@@ -4,8 +4,8 @@
 """Runs HelixPipe's tables (`tables/helix.py`), in which attention changes its rank by microbatch.
 
 Torch's runtime ties each stage to one rank, and keeps the outputs of forward passes until their
-backward pass. Here, a part with weights keeps only its inputs, and its backward pass recomputes it
-from them. Attention keeps what autograd saves. Neither keeps outputs that were sent.
+backward pass. Here, a part with weights keeps only its inputs, from which its backward pass
+recomputes the part. Attention keeps what autograd saves. Neither keeps outputs that were sent.
 """
 
 from collections.abc import Callable, Sequence
@@ -44,8 +44,8 @@ class Held:
     """What a pass keeps for its backward pass.
 
     Attributes:
-        inputs: Inputs, the leaves of the pass's graph if there is one.
-        outputs: The graph's ends, or the loss; empty if the pass is to be recomputed.
+        inputs: The pass's inputs, which are the leaves of its autograd graph if it has one.
+        outputs: The ends of that graph, or the loss; empty if the pass is to be recomputed.
     """
 
     inputs: Tensors
@@ -151,12 +151,12 @@ class HelixSchedule:
         return {}
 
     def example_of_exchanges(self) -> torch.Tensor:
-        """Returns a tensor of the average size of those that parts exchange; they must have run."""
+        """Returns a tensor of the average size that parts exchange. The schedule must have run before."""
         numel = sum(s.numel() for stage in (0, 1) for s, _ in self._exchanged(stage, forward=True))
         return torch.zeros(numel // 2, dtype=self._shapes[-1][1], device=self._device)
 
     def _learn_shapes(self) -> None:
-        """Gets the shapes that all layers exchange; the first part's rank computes and sends them."""
+        """Gets the shapes that all layers exchange. The first part's rank finds them and broadcasts them."""
         found: list[Any] = [None]
         if 0 in self._parts:
             with torch.no_grad():
@@ -305,7 +305,7 @@ class HelixSchedule:
     ) -> Tensors:
         """Adds up the gradients of a part's weights, and returns those of its inputs.
 
-        FSDP reduces the sums in the last backward pass of a part, if ``reduces``.
+        With ``reduces``, FSDP reduces the sums in the last backward pass of a part.
         """
         part = action.stage_index
         self._between[part].before_backward(is_last=reduces and action in self._reducing)

@@ -84,7 +84,7 @@ class EarlyRecompute:
         self._marks.clear()
 
     def _mark(self, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """Marks the block's first input. A recomputation also marks it, but this mark is not used."""
+        """Marks the block's first input. A recomputation marks it again, but that mark is not used."""
         if not torch.is_grad_enabled():
             return None
         marks = [] if self._marking is None else self._marking
@@ -112,9 +112,9 @@ OUTPUTS = "_forward_chunk_states" if TORCH_ALLOCATES else "fwd_cache"
 
 
 class LeanStage(PipelineStage):
-    """Allocates a buffer when it receives, and frees a tensor when it has been sent.
+    """A stage that allocates a buffer when it receives, and frees a tensor when it has been sent.
 
-    ``offset`` is the number of the model's first stage: models that run in one pass differ in it.
+    ``offset`` is the number of the model's first stage, so that models run in one pass differ in it.
     """
 
     surrounding: Callable[[], AbstractContextManager[None]]
@@ -151,7 +151,7 @@ class LeanStage(PipelineStage):
         return cls(stage.submod, index, count, stage.device, group=group, offset=before + offset)
 
     def receive_on_demand(self, num_microbatches: int) -> None:
-        """Drops the buffers that torch's initialization allocated for one microbatch."""
+        """Replaces the buffers that torch has allocated for one microbatch by buffers allocated on demand."""
         self.chunks = num_microbatches
         if not isinstance(self.args_recv_info, _OnDemand):
             self.args_recv_info = _OnDemand(self.args_recv_info[0], self.device)
@@ -170,7 +170,7 @@ class LeanStage(PipelineStage):
         return received.example()
 
     def receive_like(self, stage: "LeanStage", offset: int) -> None:
-        """Receives the shapes that another stage does, from stages whose numbers are ``offset`` higher."""
+        """Makes this stage receive what another one does, but from stages numbered ``offset`` higher."""
         assert isinstance(stage.args_recv_info, _OnDemand), "the stage has not run yet"
         self.args_recv_info = stage.args_recv_info.renumbered(offset)
 
@@ -210,13 +210,13 @@ class LeanStage(PipelineStage):
         return self._send(super().get_bwd_send_ops(bwd_chunk_id))
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Starts to receive. The stage itself waits for the tensors, so the result is empty."""
+        """Starts to receive the inputs. Returns no operations, because the stage waits for its inputs itself."""
         operations = super().get_fwd_recv_ops(fwd_chunk_id)
         self._arriving_inputs[fwd_chunk_id] = self._receive(operations)
         return []
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Starts to receive, as :meth:`get_fwd_recv_ops` does."""
+        """Starts to receive the gradients, as :meth:`get_fwd_recv_ops` does the inputs."""
         self._arriving[bwd_chunk_id] = self._receive(super().get_bwd_recv_ops(bwd_chunk_id))
         return []
 
@@ -317,7 +317,7 @@ class _OnDemand(dict[int, tuple[_RecvInfo, ...]]):
         return info
 
     def _empty(self, info: _RecvInfo) -> torch.Tensor | None:
-        """Returns None for a model input and where no gradient is received."""
+        """Returns a new buffer, or None for the model's own input and where no gradient is received."""
         meta = info.tensor_meta
         if info.is_root_arg or meta is None:
             return None
@@ -331,7 +331,7 @@ SUMS_IN_GRAD = hasattr(FSDPParam, "unsharded_grad_dtype")
 
 
 class DeferredStage(LeanStage):
-    """Defers weight gradients of microbatches, but not those of torch's passes that infer shapes."""
+    """A stage that defers the weight gradients of microbatches, but not of torch's shape inference."""
 
     def __init__(self, stage: PipelineStage, store: WeightGradients, offset: int = 0) -> None:
         super().__init__(
@@ -384,7 +384,7 @@ class DeferredStage(LeanStage):
             )
 
     def _add_gradient(self, weight: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Adds a gradient as autograd and then FSDP2 do."""
+        """Adds a gradient to a weight's, as autograd and then FSDP2 would."""
         if self._fsdp_params is None:
             self._fsdp_params = fsdp_params_of(self.submod)
         param = self._fsdp_params.get(weight)
@@ -400,7 +400,7 @@ class DeferredStage(LeanStage):
 
 
 def fsdp_params_of(module: nn.Module) -> dict[torch.Tensor, Any]:
-    """Returns FSDP2's objects by gathered parameter. A forward pass must have run before."""
+    """Maps gathered parameters to FSDP2's objects for them. A forward pass must have run before."""
     return {
         param._unsharded_param: param
         for part in module.modules()

@@ -3,9 +3,9 @@
 
 """Turns a table of passes into the actions that torch's pipeline runtime runs.
 
-NCCL runs all exchanges of a rank in the order in which they were queued: one that was queued
-before its tensor is ready delays those behind it, and ranks with different orders deadlock. All
-ranks queue exchanges in the order in which the simulator finds their tensors ready.
+NCCL runs all exchanges of a rank in the order in which they were queued. An exchange queued before
+its tensor is ready delays those behind it, and ranks with different orders deadlock. All ranks
+therefore queue exchanges in the order in which their tensors become ready in the simulation.
 """
 
 from collections import deque
@@ -50,7 +50,7 @@ _WAITS: dict[_ComputationType, _ComputationType] = {
 
 @dataclass(frozen=True)
 class GapNumbers:
-    """What is added to a gap microbatch's stage numbers, and whether trained stages share its weights."""
+    """The offset of stage numbers for a gap microbatch, and whether its weights are also the trained ones."""
 
     offset: int
     shares_weights: bool
@@ -66,7 +66,7 @@ def lower(
 ) -> dict[int, list[_Action]]:
     """Returns each rank's actions, with exchanges of tensors and with FSDP's collectives.
 
-    ``gaps`` has an entry for each microbatch in a gap; they are numbered after the others.
+    ``gaps`` has an entry for each microbatch in a gap. These are numbered after the other microbatches.
     ``offsets`` are the numbers of the first stages of the models that are trained. Without
     ``has_collectives``, FSDP's collectives are left to whoever runs the actions.
     """

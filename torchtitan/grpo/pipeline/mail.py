@@ -30,7 +30,7 @@ class Mail:
         return self._here.pop(key)
 
     def send(self, key: Key, peer: int) -> None:
-        """Begins to send what was put for a pass of another rank."""
+        """Begins to send ``peer`` the tensors that were put under this key."""
         self._leaving = [(work, t) for work, t in self._leaving if not work.is_completed()]
         for tensor in self._here.pop(key):
             tensor = tensor.contiguous()
@@ -40,7 +40,7 @@ class Mail:
     def receive(
         self, key: Key, shapes: Sequence[tuple[torch.Size, torch.dtype]], peer: int
     ) -> None:
-        """Begins to receive what a pass of this rank takes."""
+        """Begins to receive from ``peer`` the tensors that a pass of this rank takes under this key."""
         tensors = tuple(torch.empty(s, dtype=dtype, device=self._device) for s, dtype in shapes)
         self._here[key] = tensors
         self._arriving[key] = [

@@ -54,8 +54,8 @@ class HostCopies:
     def release(self) -> None:
         """Frees the memory of tensors whose copies were started before the previous call.
 
-        The training stream waits for these copies first. With one call per pass, each copy has the
-        time of a pass. The host does not ask which copies are complete: it runs too far ahead.
+        The training stream waits for these copies first. With one call per pass, a copy has the time
+        of a whole pass. The host does not check which copies are complete, as it runs too far ahead.
         """
         if self._leaving_longer:
             # Copies run in order, so waiting for the last one is enough.
@@ -69,7 +69,7 @@ class HostCopies:
 
 
 class Arriving:
-    """A tensor that is being copied to the device; without an event, it is there already."""
+    """A tensor that is being copied to the device, or is already there if ``event`` is None."""
 
     def __init__(self, tensor: torch.Tensor, event: Any) -> None:
         self._tensor, self._event = tensor, event
@@ -90,9 +90,9 @@ LEAST_BYTES = 1 << 16
 
 
 class ActivationOffload:
-    """Keeps one rank's activations in host memory: the tensors of at least ``least_bytes``.
+    """Keeps one rank's activations in host memory, namely tensors of at least ``least_bytes``.
 
-    ``saved_bytes`` is, by stage, what its last pass in :meth:`saving` moved or could have moved.
+    ``saved_bytes`` maps a stage to the bytes that its last pass in :meth:`saving` moved or counted.
     """
 
     def __init__(self, device: torch.device, least_bytes: int = LEAST_BYTES) -> None:
@@ -106,7 +106,7 @@ class ActivationOffload:
     def saving(
         self, key: Key, module: nn.Module, inputs: Iterable[Any], *, moves: bool = True
     ) -> Iterator[None]:
-        """Moves the activations of the forward pass in the context to the host, or counts them.
+        """Context that moves a forward pass's activations to the host, or, without ``moves``, counts them.
 
         Parameters, buffers and inputs are not moved, because other objects hold them too.
         """
@@ -183,7 +183,7 @@ class _Moved:
         return self._arriving
 
     def forget(self) -> None:
-        """Waits for a copy under way: another stream must not fill memory that was already freed."""
+        """Waits for a copy under way, so that it does not write into memory that was already freed."""
         if self._arriving is not None:
             self._arriving.get()
 
@@ -265,7 +265,7 @@ class OffloadPlan:
             )
 
     def learn(self, costs: Costs) -> None:
-        """Measures the bandwidth, and plans with the costs of a timed step from now on."""
+        """Measures the bandwidth, and uses the costs of a timed step for planning from now on."""
         self._costs = costs
         self._bandwidth = measured_bandwidth(self.memory, self._device)
         logger.info(
@@ -287,7 +287,7 @@ class OffloadPlan:
         return nullcontext()
 
     def before_backward(self, key: Key) -> None:
-        """Starts to copy back the activations of the pass that begins and of the next one."""
+        """Starts to copy back the activations of the backward pass that begins and of the next one."""
         self.memory.fetch(key)
         if key in self._next:
             self.memory.fetch(self._next[key])
@@ -302,7 +302,7 @@ class OffloadPlan:
 
 
 def kept_for(actions: Iterable[Action], simulation: Simulation) -> dict[Key, float]:
-    """Returns how long a rank keeps the activations of each of its forward passes."""
+    """Returns how long a rank must keep each forward pass's activations until their backward pass."""
     return {
         (stage, number): simulation.starts[action] - simulation.ends[Action(stage, "F", number)]
         for action in actions
@@ -319,7 +319,10 @@ def longest_kept(kept: dict[Key, float]) -> list[Key]:
 def hidden_by_link(
     kept: dict[Key, float], saved_bytes: dict[int, int], bandwidth: float, seconds: float
 ) -> set[Key]:
-    """Returns the passes whose activations can be moved and fetched at ``bandwidth`` in ``seconds``."""
+    """Returns the passes whose activations can be moved and fetched without delay in a step of ``seconds``.
+
+    ``bandwidth`` is that of the link between device and host, in bytes per second.
+    """
     away: set[Key] = set()
     busy = 0.0
     for key in longest_kept(kept):
