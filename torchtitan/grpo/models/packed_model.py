@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The model for packed rows, which returns log-probabilities of labels, or values, instead of logits."""
+"""The model for packed rows; it returns log-probabilities of labels, or values, instead of logits."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -95,7 +95,7 @@ class TokenHead(nn.Linear):
     ) -> Iterator[None]:
         """Forward passes inside the context score ``labels``, [rows, seq] int.
 
-        ``positions``, [tokens] int64, are the scored tokens' indices in flattened rows, or None for all.
+        ``positions`` [tokens] int64 are indices of scored tokens in flattened rows; None for all.
         ``other_ids`` are [rows, seq, k] int, see :func:`packed_linear_logprobs`.
         """
         outer = self._labels, self._positions, self._other_ids
@@ -106,7 +106,7 @@ class TokenHead(nn.Linear):
             self._labels, self._positions, self._other_ids = outer
 
     def _in_rows(self, numbers: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """Scatters numbers of the scored tokens, [tokens, k], into rows, [rows, seq, k], which are 0 elsewhere."""
+        """Scatters the scored tokens' numbers, [tokens, k], into rows, [rows, seq, k], with 0 elsewhere."""
         positions = self._positions
         if positions is None:
             return numbers

@@ -134,7 +134,7 @@ def _style_of(part: Part) -> ParallelStyle | None:
 
 
 class _Whole(ParallelStyle):
-    """A style in which every rank holds a module's whole weights and computes all outputs for its own inputs."""
+    """A style in which a rank holds a module's whole weights and computes all outputs of its own inputs."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return distribute_module(module, device_mesh)
@@ -165,7 +165,7 @@ def _divide_experts(block: Any, dims: ParallelDims) -> None:
 
 
 def _wait_for_embeddings(model: PackedModel) -> None:
-    """Copies the embedding's output, which waits for tensor parallelism's asynchronous collective.
+    """Makes the embedding's output wait for tensor parallelism's asynchronous collective, by a copy.
 
     If a compiled block received a tensor whose collective is still running, it would compute no
     gradient for that tensor, and the embedding would never be trained.

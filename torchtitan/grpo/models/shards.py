@@ -97,25 +97,25 @@ def local_block(parameter: torch.Tensor) -> Block:
 
 
 def local_tensor(parameter: torch.Tensor) -> torch.Tensor:
-    """Returns this rank's elements of a parameter, detached, as a tensor that shares the parameter's memory."""
+    """Returns this rank's elements of a parameter, as a detached tensor that shares its memory."""
     tensor = parameter.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def local_part(parameter: torch.Tensor) -> torch.Tensor:
-    """Returns this rank's elements of a parameter, differentiably: a gradient goes to these elements alone."""
+    """Returns this rank's elements of a parameter, through which gradients flow to the same elements."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def summed_part(parameter: torch.Tensor) -> torch.Tensor:
-    """Returns a replicated parameter as a local tensor whose gradients are summed over the ranks of its mesh."""
+    """Returns a replicated parameter's local tensor, whose gradients are summed over the mesh's ranks."""
     if not isinstance(parameter, DTensor):
         return parameter
     return parameter.to_local(grad_placements=[Partial()] * parameter.device_mesh.ndim)
 
 
 def divided_like(weight: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """Returns ``local`` as this rank's shard of a DTensor like ``weight``, or unchanged if that is no DTensor."""
+    """Makes ``local`` this rank's shard of a DTensor like ``weight``; unchanged if ``weight`` is no DTensor."""
     if not isinstance(weight, DTensor):
         return local
     return DTensor.from_local(

@@ -59,7 +59,7 @@ View = tuple[Callable[..., torch.Tensor], tuple[Any, ...]]
 
 @dataclass(frozen=True)
 class SplitGraph:
-    """The numbers of linear layers, of deferred weight gradients, and of products left in a backward graph."""
+    """Counts linear layers, deferred weight gradients, and products left in the backward graph."""
 
     linears: int
     deferred: int

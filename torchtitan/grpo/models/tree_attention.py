@@ -103,7 +103,7 @@ def _longest(begins: np.ndarray, ends: np.ndarray) -> int:
 
 
 def _places(begins: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """Returns the indices of all ranges [begin, end), end to end, [sum of ends - begins] int64."""
+    """Returns the indices in all ranges [begin, end), concatenated, [sum of ends - begins] int64."""
     lengths = ends - begins
     return np.arange(lengths.sum()) + np.repeat(ends - np.cumsum(lengths), lengths)
 
@@ -162,7 +162,7 @@ def _merge(
     part: torch.Tensor,
     part_lse: torch.Tensor,
 ) -> None:
-    """Merges attention to further keys (``part``, ``part_lse``) of the tokens ``where`` into ``out`` and ``lse``."""
+    """Merges ``part``, the attention of the tokens ``where`` to further keys, into ``out`` and ``lse``."""
     own, own_lse = out.index_select(0, where), lse.index_select(1, where)
     merged_lse = torch.logaddexp(own_lse, part_lse)
     weights = [(of - merged_lse).exp().t().unsqueeze(2) for of in (own_lse, part_lse)]

@@ -5,7 +5,7 @@
 
 Zero-bubble schedules run a stage's backward pass in two actions, I and W. Here, I is a whole
 backward pass in which linear layers and experts store their input and the gradient of their
-output, so that activation checkpoints recompute each block once. W multiplies the stored tensors.
+output, so that activation checkpoints recompute each block once. W multiplies what was stored.
 The store occupies at most ``max_pending_bytes`` after each ``put``: the oldest products are
 computed early. Products of one parameter are added to its gradient in the order of ``put``.
 """
@@ -213,7 +213,7 @@ class DeferredExperts(GroupedExperts):
 def _gradients_of_groups(
     output_grad: torch.Tensor, input: torch.Tensor, counts: Any
 ) -> torch.Tensor:
-    """Computes the weight gradients of :func:`multiply_groups`, [experts, out, in], exactly as autograd does."""
+    """Computes the weight gradients of :func:`multiply_groups`, [experts, out, in], just as autograd does."""
     if isinstance(counts, torch.Tensor):
         return torch._grouped_mm(output_grad.transpose(-2, -1), input, offs=counts)
     parts = zip(output_grad.split(counts), input.split(counts), strict=True)

@@ -224,7 +224,7 @@ class Progress:
             self.print(line)
 
     def print(self, message: str, *, always: bool = False) -> None:
-        """Prints a message above the bar. In the mode ``none``, it is printed only if ``always`` is set."""
+        """Prints a message above the bar. With ``mode`` ``none``, prints it only if ``always`` is set."""
         if always or self.mode != "none":
             self._console.print(message, markup=False)
 

@@ -87,7 +87,7 @@ class GRPOMetricsProcessor:
         samples: Sequence[dict[str, Any]] = (),
         note: str = "",
     ) -> None:
-        """Records one step, counted from 1, on rank 0. ``samples`` are the step's records in ``samples.jsonl``.
+        """Records one step, counted from 1, on rank 0. ``samples`` are its records in ``samples.jsonl``.
 
         The console shows a ``note`` beside the step.
         """

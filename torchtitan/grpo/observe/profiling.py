@@ -20,14 +20,14 @@ from torchtitan.grpo.system.logs import logger
 
 
 class StepClock:
-    """Measures in seconds how long each step takes, from the end of the previous one, and how long its parts."""
+    """Measures the seconds of each step and of its parts. A step begins where the previous one ended."""
 
     def __init__(self) -> None:
         self._parts: dict[str, float] = {}
         self._begin = self._last_end = time.perf_counter()
 
     def restart(self) -> None:
-        """Begins a step now, so that time spent since the last step, as on an evaluation, is not counted."""
+        """Begins a step now, so that the time since the last one, such as of an evaluation, is not counted."""
         self._last_end = time.perf_counter()
 
     @contextmanager
@@ -56,7 +56,7 @@ _RECORDED = (torch.profiler.ProfilerAction.RECORD, torch.profiler.ProfilerAction
 
 @contextmanager
 def profilers(config: JobConfig, step: int) -> Iterator[list[Any]]:
-    """Runs the profilers that ``[profiling]`` enables, and yields them. Call ``step()`` of each after each step."""
+    """Runs and yields the profilers that ``[profiling]`` enables. Call each one's ``step()`` after each step."""
     settings = _within(config.profiling, step, config.training.steps)
     folder = config.job.dump_folder
     with ExitStack() as stack:
@@ -74,7 +74,7 @@ _SNAPSHOT_ENTRIES = 100_000
 
 
 class _MemorySnapshots:
-    """Records GPU memory allocations, and writes them every ``profile_freq`` steps and when memory runs out."""
+    """Records GPU memory allocations. Writes them every ``profile_freq`` steps and when memory runs out."""
 
     def __init__(self, settings: Profiling, step: int, folder: Path) -> None:
         self._freq, self._step, self._folder = settings.profile_freq, step, folder
@@ -101,7 +101,7 @@ class _MemorySnapshots:
 
 
 def _within(settings: Profiling, step: int, last: int) -> Profiling:
-    """Returns settings that profile the last step if the run would end before the next profile is due."""
+    """Returns settings with which the last step is profiled if the run ends before the next profile is due."""
     if last // settings.profile_freq > step // settings.profile_freq:
         return settings
     active = min(settings.profiler_active, last)

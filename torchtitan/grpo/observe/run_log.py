@@ -107,7 +107,7 @@ class NewRecords:
         return lines
 
     def _open(self) -> BinaryIO | None:
-        """Returns the open log, or None if it does not exist. A file that replaced it is opened at its start."""
+        """Returns the open log, None if there is none yet. If the file was replaced, the new one is opened."""
         # Open until it is replaced, so that no other file can get its number.
         with suppress(FileNotFoundError):
             if self._file is None or not os.path.samestat(

@@ -156,7 +156,7 @@ class Trial:
         return peak <= config.grpo.pipeline_memory * degree
 
     def measure_pass(self, row: Schedule, measured: Costs, num_microbatches: int) -> float:
-        """Returns the median time in seconds of a whole training pass, measured on the slowest rank."""
+        """Returns the median time in seconds of a whole pass on the slowest rank."""
         with self._stages(row) as stages:
             costs = costs_for(row, measured, self.config.parallelism.pipeline_parallel_degree)
             schedule = self._schedule(row, stages, costs)

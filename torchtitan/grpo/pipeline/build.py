@@ -94,7 +94,7 @@ def split_model(
 
 
 def _with_modules(model: nn.Module, names: list[str]) -> nn.Module:
-    """Returns a copy of a model on the meta device that has only the modules named."""
+    """Returns a copy of a model on the meta device with these modules alone."""
     part: Any = copy.deepcopy(model)
     for name, module in list(part.named_children()):
         if isinstance(module, nn.ModuleDict):

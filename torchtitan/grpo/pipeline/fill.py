@@ -65,8 +65,8 @@ class FillJob(ABC):
     time. A job that ``is_lost`` is not run again.
 
     Attributes:
-        usual: Time of a unit, from the latest units; None before one was measured.
-        num_bytes: Device memory that a unit needed while it ran; 0 on CPU.
+        usual: Time of a unit, from the latest ones; None before one was measured.
+        num_bytes: Device memory that a unit has needed while it ran; 0 on CPU.
     """
 
     def __init__(self, name: str) -> None:
@@ -117,7 +117,7 @@ _SHRINKS = 0.8
 
 @dataclass
 class Gap:
-    """One idle time of this rank in a table, in seconds: as simulated, and as observed (``shown``)."""
+    """An idle time of this rank in a table, in seconds: as simulated, and as observed (``shown``)."""
 
     simulated: float = 0.0
     shown: float | None = None
@@ -158,7 +158,7 @@ class FillFigures:
 class GapFiller:
     """Runs units of ``jobs``, earlier jobs first, between the passes of one rank.
 
-    A few units of each job run before the first training passes: the first units may load or compile
+    A few units of each job run before the first training passes: the first ones may load or compile
     something, and the others show how long a unit takes. Later, one unit of each job is measured
     before each training pass that is timed.
     """
@@ -300,7 +300,7 @@ class GapFiller:
             self._settle()
 
     def _fitting(self, budget: float, used: UnitTimes) -> FillJob | None:
-        """Returns a job of which a unit fits into ``budget`` seconds after ``used`` time, or None."""
+        """Returns a job whose unit fits into what ``used`` leaves of ``budget`` seconds, or None."""
         for job in self._ready:
             fits = job.usual is not None and (used + job.usual).usually_at_most <= budget
             if fits and self._memory.fits(job):

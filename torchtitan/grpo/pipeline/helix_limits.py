@@ -12,7 +12,7 @@ _SETTING = 'parallelism.pipeline_parallel_schedule = "Helix"'
 
 
 def helix_problems(config: JobConfig) -> Iterator[str]:
-    """Yields problems of settings that exclude the schedule Helix with any model."""
+    """Yields the reasons why settings rule out the schedule Helix, whatever the model."""
     grpo, lora = config.grpo, config.lora
     mode = config.activation_checkpoint.mode
     if mode not in ("none", "full"):

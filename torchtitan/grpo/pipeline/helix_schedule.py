@@ -305,7 +305,7 @@ class HelixSchedule:
     ) -> Tensors:
         """Adds up the gradients of a part's weights, and returns those of its inputs.
 
-        With ``reduces``, FSDP reduces the sums in the last backward pass of a part.
+        FSDP reduces the sums in the last backward pass of a part, if ``reduces``.
         """
         part = action.stage_index
         self._between[part].before_backward(is_last=reduces and action in self._reducing)

@@ -84,7 +84,7 @@ class EarlyRecompute:
         self._marks.clear()
 
     def _mark(self, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """Marks the block's first input. A recomputation marks it again, but that mark is not used."""
+        """Marks the block's first input. A recomputation also marks it, but this mark is not used."""
         if not torch.is_grad_enabled():
             return None
         marks = [] if self._marking is None else self._marking
@@ -210,7 +210,7 @@ class LeanStage(PipelineStage):
         return self._send(super().get_bwd_send_ops(bwd_chunk_id))
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Starts to receive the inputs. Returns no operations, because the stage waits for its inputs itself."""
+        """Starts to receive inputs. Returns no operations, because the stage itself waits for its inputs."""
         operations = super().get_fwd_recv_ops(fwd_chunk_id)
         self._arriving_inputs[fwd_chunk_id] = self._receive(operations)
         return []
@@ -384,7 +384,7 @@ class DeferredStage(LeanStage):
             )
 
     def _add_gradient(self, weight: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Adds a gradient to a weight's, as autograd and then FSDP2 would."""
+        """Adds a gradient as autograd and then FSDP2 do."""
         if self._fsdp_params is None:
             self._fsdp_params = fsdp_params_of(self.submod)
         param = self._fsdp_params.get(weight)

@@ -50,7 +50,7 @@ _WAITS: dict[_ComputationType, _ComputationType] = {
 
 @dataclass(frozen=True)
 class GapNumbers:
-    """The offset of stage numbers for a gap microbatch, and whether its weights are also the trained ones."""
+    """The offset of stage numbers for a gap microbatch, and whether it uses the trained stages' weights."""
 
     offset: int
     shares_weights: bool

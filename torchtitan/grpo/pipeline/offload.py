@@ -54,8 +54,8 @@ class HostCopies:
     def release(self) -> None:
         """Frees the memory of tensors whose copies were started before the previous call.
 
-        The training stream waits for these copies first. With one call per pass, a copy has the time
-        of a whole pass. The host does not check which copies are complete, as it runs too far ahead.
+        The training stream waits for these copies first. With one call per pass, each copy has the
+        time of a pass. The host does not ask which copies are complete: it runs too far ahead.
         """
         if self._leaving_longer:
             # Copies run in order, so waiting for the last one is enough.
@@ -90,9 +90,9 @@ LEAST_BYTES = 1 << 16
 
 
 class ActivationOffload:
-    """Keeps one rank's activations in host memory, namely tensors of at least ``least_bytes``.
+    """Keeps one rank's activations in host memory: the tensors of at least ``least_bytes``.
 
-    ``saved_bytes`` maps a stage to the bytes that its last pass in :meth:`saving` moved or counted.
+    ``saved_bytes`` is, by stage, what its last pass in :meth:`saving` moved or could have moved.
     """
 
     def __init__(self, device: torch.device, least_bytes: int = LEAST_BYTES) -> None:
@@ -302,7 +302,7 @@ class OffloadPlan:
 
 
 def kept_for(actions: Iterable[Action], simulation: Simulation) -> dict[Key, float]:
-    """Returns how long a rank must keep each forward pass's activations until their backward pass."""
+    """Returns how long a rank must keep each forward pass's activations until its backward pass."""
     return {
         (stage, number): simulation.starts[action] - simulation.ends[Action(stage, "F", number)]
         for action in actions

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Measures how long a stage's passes take, without the time in which they wait for inputs."""
+"""Measures the duration of a stage's passes without the time for which they wait for inputs."""
 
 import itertools
 import statistics
@@ -22,7 +22,7 @@ in place of the stage, the way of a tensor to the next rank and back."""
 
 
 class DeviceClock:
-    """Marks points in a device's time. On a GPU these are events, since the host runs ahead of the stream."""
+    """Takes timestamps on a device. On a GPU these are events, since the host runs ahead of the stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
@@ -47,7 +47,7 @@ class DeviceClock:
 
 
 class PassTimer:
-    """Collects times by stage and part of a pass. On a GPU, only reading results waits for the device."""
+    """Collects times by stage and part. On a GPU, only reading the results waits for the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._clock = DeviceClock(device)
@@ -60,7 +60,7 @@ class PassTimer:
         self._marks[stage, part].append((begin, self._clock.mark()))
 
     def medians(self) -> dict[tuple[int, Part], float]:
-        """Returns median seconds by stage and part. The backward parts I and B exclude R, the recomputation."""
+        """Returns median seconds by stage and part. Backward parts, I and B, exclude R, the recomputation."""
         return {
             key: statistics.median(self._clock.seconds(*marks) for marks in every)
             for key, every in self._marks.items()

@@ -3,7 +3,7 @@
 
 """The pipeline schedules that ``parallelism.pipeline_parallel_schedule`` may name, one row each.
 
-Adding a schedule means adding a row (docs/how-to/extend.md). No torch is imported.
+Adding a schedule means adding a row (docs/how-to/extend.md). This module does not import torch.
 """
 
 from collections.abc import Callable
@@ -48,7 +48,7 @@ class Schedule:
         allows_one_stage: Whether each rank may hold a single stage even if the minimum is higher.
 
     With the placement ``helix``, stages are the parts of `tables/helix.py`, two for each layer and
-    one more, and ``stages_per_rank`` means nothing.
+    one more, and ``stages_per_rank`` is not used.
     """
 
     name: str
@@ -69,15 +69,15 @@ class Schedule:
 
     @property
     def divides_layers(self) -> bool:
-        """True if a stage is a part of a layer, and not one or more layers."""
+        """Whether stages are parts of layers, instead of one or more whole layers."""
         return self.placement == "helix"
 
     @property
     def turns_second(self) -> bool:
         """True if the stages of a second trained model go from the last rank to the first.
 
-        Its first passes are then on the ranks that wait for the first model's. Where backward passes
-        are split, ranks hardly wait, and tables are as short with both models in one direction.
+        The second model's passes then begin on the ranks that still wait for the first model's. With
+        split backward passes, ranks hardly wait, and the opposite direction would not save time.
         """
         return not (self.is_zero_bubble or self.divides_layers)
 
@@ -149,9 +149,9 @@ LAYER_SCHEDULES = {name: row for name, row in SCHEDULES.items() if not row.divid
 
 
 def candidates(num_ranks: int, total_stages: int | None = None) -> list[Schedule]:
-    """Returns the schedules among which ``auto`` chooses, but not Helix, which it measures separately.
+    """Returns the schedules among which ``auto`` chooses, except Helix, which is measured separately.
 
-    ``total_stages`` None allows any number.
+    If ``total_stages`` is None, schedules with any number of stages are returned.
     """
     rows = (LAYER_SCHEDULES[name] for name in AUTO_CANDIDATES if name != HELIX)
     return [
@@ -168,6 +168,6 @@ def assumed_microbatches(num_ranks: int) -> int:
 
 
 def measured_with(stages_per_rank: int) -> Schedule:
-    """Returns the schedule with which ``auto`` measures: I and W are timed separately."""
+    """Returns the schedule with which ``auto`` measures costs; it splits backward passes into I and W."""
     names = {1: "ZBH1", 2: "ZBVZeroBubble"}
     return SCHEDULES[names.get(stages_per_rank, "InterleavedZeroBubble")]

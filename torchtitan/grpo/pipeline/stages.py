@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The division of a model into pipeline stages, and their ranks."""
+"""The division of a model into pipeline stages, and the ranks of the stages."""
 
 import itertools
 import math
@@ -25,7 +25,7 @@ def schedule_of(settings: Parallelism) -> Schedule:
 
 
 def stage_modules(settings: Parallelism, num_layers: int) -> list[list[str]]:
-    """Returns the names of each stage's modules: those of the configuration, or an even division.
+    """Returns the names of each stage's modules, from the configuration or by an even division.
 
     Under Helix, a stage is a part with weights, and its modules are parts of two layers. In an even
     division, the embedding counts as ``pipeline_parallel_first_stage_less_layers`` layers, and the
@@ -50,9 +50,10 @@ def stage_modules(settings: Parallelism, num_layers: int) -> list[list[str]]:
 def _even_division(
     num_stages: int, num_layers: int, first_less: int, last_less: int
 ) -> list[list[str]]:
-    """Divides layers evenly, but the first and last stage get ``first_less`` and ``last_less`` fewer.
+    """Divides layers evenly, counting the embedding and the output layer as layers too.
 
-    A remainder goes to the earlier stages, one layer each.
+    They count as ``first_less`` and ``last_less`` layers, by which the first and the last stage have
+    fewer. The layers of a remainder go to the earliest stages, one each.
     """
     per_stage, rest = divmod(num_layers + first_less + last_less, num_stages)
     if num_stages > 1 and (per_stage == 0 or max(first_less, last_less) > per_stage):
@@ -124,7 +125,7 @@ def _check_parts(settings: Parallelism, num_layers: int) -> None:
 
 
 def num_stages(settings: Parallelism, num_layers: int) -> int:
-    """Returns the number of stages of all ranks; ValueError if it does not fit the schedule."""
+    """Returns the total number of pipeline stages. Raises ValueError if the schedule does not allow it."""
     schedule, degree = schedule_of(settings), settings.pipeline_parallel_degree
     if settings.pipeline_parallel_layers_per_stage is None:
         return degree * schedule.stages_per_rank
@@ -152,14 +153,14 @@ def fixes_stages(settings: Parallelism) -> bool:
 
 
 def ends_one_at_a_time(settings: Parallelism) -> bool:
-    """Returns whether the last stage, or the whole model, finishes a microbatch before the next."""
+    """Returns whether the last stage, or undivided model, runs a microbatch backward before the next forward."""
     if settings.pipeline_parallel_degree == 1:
         return True
     return schedule_of(settings).finishes_each_microbatch
 
 
 def stage_ranks(settings: Parallelism, total_stages: int) -> list[int]:
-    """Returns the pipeline rank of each stage; for ``auto``, the rank while it measures."""
+    """Returns each stage's pipeline rank. For ``auto``, this is the rank during its measurements."""
     degree, schedule = settings.pipeline_parallel_degree, schedule_of(settings)
     if schedule.divides_layers:
         return [part % degree for part in range(total_stages)]

@@ -1,9 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Runs the passes of pipeline stages in the order of a table, with another model's or other work in
-its gaps.
-"""
+"""Runs the passes of pipeline stages in the order of a table, and other work in the table's gaps."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,8 +27,8 @@ from torchtitan.grpo.system.logs import logger
 class GapStage(LeanStage):
     """A stage that runs forward passes inside the training pass of another model.
 
-    Torch's runtime takes successive numbers for neighbors: one unused number separates models.
-    ``trained`` is the trained stage with the same module, if there is one.
+    Torch's runtime takes stages with successive numbers for neighbors, so the numbers of two models are
+    separated by an unused one. ``trained`` is the trained stage with the same module, if there is one.
     """
 
     def __init__(self, stage: LeanStage, offset: int, trained: LeanStage | None) -> None:
@@ -59,14 +57,14 @@ class GapModel:
     numbers: GapNumbers
 
     def take_outputs(self, microbatches: Iterable[int]) -> list[torch.Tensor]:
-        """Removes and returns outputs; none on ranks that do not hold the last stage."""
+        """Removes and returns outputs of the last stage; none on ranks that do not hold it."""
         last = next((stage for stage in self.stages if stage.is_last), None)
         return [] if last is None else [last.outputs.pop(number) for number in microbatches]
 
 
 @dataclass
 class GapRows:
-    """Rows that a pass may run in its gaps. The pass sets ``num_done``, and ``outputs`` on the last rank."""
+    """Rows that a pass may run in its gaps. It sets ``num_done`` and, with the last stage, ``outputs``."""
 
     model: GapModel
     inputs: list[tuple[Any, ...]]
@@ -76,9 +74,9 @@ class GapRows:
 
 
 def second_offset(num_stages: int) -> int:
-    """Returns the number of the first stage of a model that is trained in the pass of another one.
+    """Returns the number for the first stage of a model that is trained in another model's pass.
 
-    One number stays free between the models, because torch's runtime takes successive ones for neighbors.
+    One number stays free between the models, because torch takes successive stages for neighbors.
     """
     return num_stages + 1
 
@@ -86,10 +84,10 @@ def second_offset(num_stages: int) -> int:
 class TableSchedule(_PipelineScheduleRuntime):
     """Runs tables of this package on torch's runtime, for any number of microbatches.
 
-    Torch infers the shapes that stages exchange in the first pass only. Another schedule may use
-    this rank's ``stages`` only to train them ``beside`` its own. ``costs`` determine the order of
-    exchanges; wrong ones cost only time. ``loss`` is called on the rank of the last stage once per
-    microbatch; None without backward passes.
+    Torch infers the shapes that stages exchange in the first pass only. Another schedule must not use
+    ``stages``, this rank's, except to train them ``beside`` its own. ``costs`` determine the order of
+    exchanges; wrong costs only cost time. ``loss`` is called on the rank of the last stage once per
+    microbatch. If ``loss`` is None, there are no backward passes.
     """
 
     def __init__(
@@ -118,13 +116,13 @@ class TableSchedule(_PipelineScheduleRuntime):
         self._lowered: dict[Any, dict[int, list[_Action]]] = {}
 
     def offload(self, share: float) -> None:
-        """Keeps a share of activations in host memory until their backward pass."""
+        """Makes passes keep a share of their activations in host memory until the backward pass."""
         self._offload = OffloadPlan(self.stages[0].device, share)
         for stage in self.stages:
             stage.offload = self._offload
 
     def fill(self, jobs: Sequence[FillJob]) -> GapFiller:
-        """Runs units of other work where this rank is idle."""
+        """Makes passes run units of other work where this rank is idle."""
         self.filler = GapFiller(jobs, self.stages[0].device)
         return self.filler
 
@@ -135,7 +133,7 @@ class TableSchedule(_PipelineScheduleRuntime):
     def add_gap_model(self, stages: list[LeanStage]) -> GapModel:
         """Registers a model for forward passes in gaps, on all ranks in the same order.
 
-        Its stages must be placed like the trained ones, and must have run in another schedule before.
+        The model's stages must be placed like the trained ones, and must have run in another schedule before.
         """
         is_trained = stages[0].submod is self.stages[0].submod
         offset = (2 + len(self._gap_models)) * second_offset(stages[0].num_stages)
@@ -191,7 +189,7 @@ class TableSchedule(_PipelineScheduleRuntime):
         return list(last.output_chunks) if last is not None and returns_outputs else []
 
     def take_metrics(self) -> dict[str, float]:
-        """Returns how much ran in gaps and was moved to host memory on this rank since the last call."""
+        """Returns metrics of this rank since the last call: work run in gaps, and memory moved to the host."""
         in_gaps, self._num_gap_microbatches = self._num_gap_microbatches, None
         metrics = {} if in_gaps is None else {"pipeline/gap_microbatches": float(in_gaps)}
         if self._offload is not None:
@@ -258,7 +256,7 @@ class TableSchedule(_PipelineScheduleRuntime):
 
     @contextmanager
     def _observed(self, table: Table, simulation: Simulation) -> Iterator[None]:
-        """Offloads activations and fills gaps; times the passes when one of them asks for it."""
+        """Context that offloads activations and fills gaps, and times passes when either needs times."""
         observers = [o for o in (self._offload, self.filler) if o is not None]
         for observer in observers:
             observer.begin(table, simulation, self.rank)
@@ -296,7 +294,7 @@ class TableSchedule(_PipelineScheduleRuntime):
                 stage.stage_index_to_group_rank = self.stage_index_to_group_rank
 
     def _check_inputs(self, arg_mbs: Any, kwarg_mbs: Any, *_: Any) -> tuple[list, list]:
-        """Accepts more microbatches than are trained."""
+        """Accepts any number of microbatches: those in gaps come on top of the trained ones."""
         return arg_mbs, kwarg_mbs
 
     def _maybe_compute_loss(
@@ -314,7 +312,7 @@ class TableSchedule(_PipelineScheduleRuntime):
         return self._losses.pop((stage.stage_index, microbatch), None)
 
     def _assert_unsharded(self, stage: Any) -> None:
-        """Checks a trained stage in place of a gap stage with its weights, which are gathered once."""
+        """Checks the trained stage in place of a gap stage that shares its weights: they are gathered once."""
         if isinstance(stage, GapStage) and stage.trained is not None:
             stage = stage.trained
         super()._assert_unsharded(stage)

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The state that a run loads from its checkpoint and saves; the rest is upstream's."""
+"""The state that a run loads from a checkpoint and saves, as far as upstream does not handle it."""
 
 import argparse
 import math
@@ -60,10 +60,10 @@ class RunFinished(Exception):
 
 
 def find_start(config: JobConfig, model: HFModel) -> Start:
-    """Decides how the run starts (`choose_start`), and checks the contents of the checkpoint it starts from.
+    """Decides how the run starts (`choose_start`), checks its checkpoint, and removes interrupted saves.
 
-    Each rank reads a share of the files. Collective: all ranks raise RunFinished, or none. Removes remains of
-    interrupted saves.
+    Collective. To check the checkpoint's contents, each rank reads a share of the files. RunFinished is
+    raised on all ranks or on none.
     """
     damaged: dict[int, str] = {}
     while True:
@@ -93,7 +93,7 @@ def find_start(config: JobConfig, model: HFModel) -> Start:
 
 
 class AdapterState(ModelWrapper):
-    """Only the adapters of a model; the run's record holds a digest of the frozen weights."""
+    """Saves only a model's adapters. Of the frozen weights, the run's record keeps a digest."""
 
     def _get_state_dict(self) -> dict[str, Any]:
         whole = super()._get_state_dict()
@@ -106,7 +106,7 @@ def load_weights(trainer: Trainer, adapter: StateDictAdapter, model: HFModel) ->
 
 
 def load(trainer: Trainer, start: Start, critic: Critic | None = None) -> bool:
-    """Loads a checkpoint; returns False if there is none. Settings of this start override those in it."""
+    """Loads a checkpoint, or returns False if there is none. This start's settings override the saved ones."""
     checkpointer, config = trainer.checkpointer, trainer.job_config
     assert isinstance(config, JobConfig)
     settings = settings_of(trainer.optimizers)
@@ -139,7 +139,10 @@ def load(trainer: Trainer, start: Start, critic: Critic | None = None) -> bool:
 
 
 def save_whole(checkpointer: CheckpointManager, step: int) -> None:
-    """Saves a full checkpoint unless ``step`` has one; upstream's last checkpoint may hold only the model."""
+    """Saves a full checkpoint, unlike upstream's last one, which may hold only the model.
+
+    At a multiple of ``checkpoint.interval``, a full checkpoint exists already, and nothing is saved.
+    """
     if checkpointer.enable and step % checkpointer.interval:
         checkpointer.last_save_model_only = False
         checkpointer.save(step, last_step=True)
@@ -148,7 +151,7 @@ def save_whole(checkpointer: CheckpointManager, step: int) -> None:
 def save_stopped(
     trainer: Trainer, source: StepSource | None, first_step: int, stop: StopRequest
 ) -> None:
-    """Saves what is needed to continue a stopped run, unless it took no step, and prints how to.
+    """Saves what is needed to continue a stopped run, unless it took no step, and prints how to continue.
 
     ``source`` is None on ranks other than 0.
     """
@@ -175,9 +178,9 @@ def save_stopped(
 
 
 def export(trainer: Trainer, adapter: StateDictAdapter, model: HFModel, *, is_last: bool) -> Path:
-    """Exports the model, and returns its folder; collective.
+    """Exports the model, and returns the export's folder. Collective.
 
-    A failure is reported, and the next export follows at its interval; the last one raises LastSaveFailed.
+    A failed export is logged, and training goes on. If the last export fails, LastSaveFailed is raised.
     """
     config = trainer.job_config
     assert isinstance(config, JobConfig)
@@ -208,7 +211,7 @@ def progress_from(state_dict: dict[str, Any]) -> PromptProgress:
 def describe_stop(
     config: JobConfig, step: int, num_rollouts: int | None, arguments: Sequence[str]
 ) -> str:
-    """Returns the text after a stop request; ``num_rollouts`` is None if they were not saved in time."""
+    """Returns the text to print after a stop. ``num_rollouts`` is None if they were not saved in time."""
     folder = Path(config.job.dump_folder) / config.checkpoint.folder
     checkpoint = folder / f"step-{step}"
     stopped = f"Stopped after step {step}."
@@ -247,7 +250,7 @@ def resume_command(config: JobConfig, arguments: Sequence[str], load_step: int |
 
 
 def _launcher() -> list[str]:
-    """Returns the command that starts the ranks, without arguments; the original command if it is known."""
+    """Returns a command that starts the ranks, without arguments. It is the original one if that is known."""
     try:
         words = Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0")
     except OSError:

@@ -3,8 +3,8 @@
 
 """The files of a checkpoint: written whole or not at all, and checked before they are used.
 
-A checkpoint is whole once its `.metadata` exists, which is written last and in one piece, after
-each rank's sizes and checksums (`sums_<rank>.json`). An earlier checkpoint of the step is removed first.
+A checkpoint is whole once its `.metadata` exists. This file is written in one piece and last, after
+each rank's sizes and checksums (`sums_<rank>.json`). A step's earlier checkpoint is removed first.
 """
 
 import os
@@ -113,7 +113,7 @@ def whole_steps(checkpoints: Path) -> list[int]:
 
 
 def remove_incomplete(checkpoints: Path) -> list[Path]:
-    """Removes and returns remains of interrupted saves. Call it on one rank, while none is in progress."""
+    """Removes the remains of interrupted saves, and returns them. Call on one rank while nothing is saved."""
     left = [p for p in checkpoints.glob("step-*") if p.is_dir() and not is_whole(p)]
     for folder in left:
         shutil.rmtree(folder, ignore_errors=True)
@@ -123,7 +123,7 @@ def remove_incomplete(checkpoints: Path) -> list[Path]:
 
 
 def quick_problem(folder: Path) -> str | None:
-    """Returns why a checkpoint is damaged, judging by names and sizes of its files; None if they look right."""
+    """Returns why a checkpoint is damaged, or None, judging only by the names and sizes of its files."""
     if not (folder / METADATA_FILE).is_file():
         return None
     try:

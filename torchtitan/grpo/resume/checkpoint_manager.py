@@ -49,7 +49,7 @@ class LastSaveFailed(SaveFailed):
 
 
 class GRPOCheckpointManager(CheckpointManager):
-    """``missing`` describes why the newest checkpoint failed, if it did."""
+    """Upstream's manager, with failure reports. ``missing`` says why the newest checkpoint failed, if so."""
 
     missing: str | None = None
     _saving: str | None = None
@@ -69,7 +69,7 @@ class GRPOCheckpointManager(CheckpointManager):
             Path(self.folder).parent.mkdir(parents=True, exist_ok=True)
 
     def save(self, curr_step: int, last_step: bool = False) -> None:
-        """Saves a checkpoint if one is due, and reports if that holds up training for long."""
+        """Saves a checkpoint if one is due, and warns if saving holds up training for long."""
         if not self.enable or not self._should_save(curr_step, last_step):
             return
         begin = time.monotonic()
@@ -174,7 +174,7 @@ class GRPOCheckpointManager(CheckpointManager):
         return f"The checkpoint {self._saving} could not be written: {reason}. {kept}"
 
     def _end_failed(self, error: BaseException) -> None:
-        """Removes the remains of a failed save, reports it, and raises if that is configured."""
+        """Removes the remains of a failed save. Reports the failure, or raises SaveFailed if so configured."""
         # Described first: what is removed gives room.
         self.missing = self._describe_failure(error)
         if dist.get_rank() == 0 and self._saving and not is_whole(Path(self._saving)):

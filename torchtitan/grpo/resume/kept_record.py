@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The record of a run in its checkpoints, and how a resumed run treats settings that differ from it.
+"""The record of a run in its checkpoints, and how a resumed run treats settings that have changed.
 
 A changed setting takes effect, unless the checkpoint's state depends on it: then the change is refused.
 """
@@ -54,9 +54,10 @@ class CheckpointDamaged(CheckpointError):
 class RunRecord(msgspec.Struct):
     """Facts about the run that wrote a checkpoint. Later starts read them before they load any state.
 
-    ``settings`` are by table and name, with API keys masked. ``model_sizes`` are torchtitan's arguments.
-    ``weights`` is a digest of the weights with which the run began, or empty. ``schedule_steps`` is the length
-    of the learning-rate schedule. ``date``, of the run's first start, is the current date for chat templates.
+    ``settings`` are keyed by table and name, with API keys masked. ``model_sizes`` are torchtitan's
+    model arguments. ``weights`` is a digest of the weights with which the run began, or empty.
+    ``schedule_steps`` is the length of the learning-rate schedule. ``date`` is the date of the run's
+    first start, which chat templates use as the current date.
     """
 
     settings: dict[str, dict[str, Any]]
@@ -97,7 +98,7 @@ def _sizes(arguments: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, s
 
 
 def weights_digest(folder: Path) -> str:
-    """Returns a digest of parts of the weights. That tells models apart, as training changes every weight."""
+    """Returns a digest of parts of the weights. Parts suffice, because training changes every weight."""
     digest = hashlib.sha256()
     files = sorted(folder.glob("*.safetensors"))
     for file in files:
@@ -111,7 +112,7 @@ def weights_digest(folder: Path) -> str:
 
 
 class RecordState(Stateful):
-    """Puts a record into checkpoints. Loading a checkpoint leaves its record out; see :func:`read_kept`."""
+    """Saves a run's record in checkpoints. It is not loaded with them, but by :func:`read_kept`."""
 
     def __init__(self, record: RunRecord) -> None:
         self._text = msgspec.json.encode(record, enc_hook=str).decode()
@@ -120,11 +121,11 @@ class RecordState(Stateful):
         return {"json": self._text}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Does nothing: this run has its own record."""
+        """Does nothing, because the resumed run has a record of its own."""
 
 
 def states_in(folder: Path) -> set[str]:
-    """Returns names of a checkpoint's states, such as ``optimizer``; empty if it is not torch's."""
+    """Returns the names of a checkpoint's states, such as ``optimizer``; none if it is not torch's format."""
     if not (folder / ".metadata").is_file():
         return set()
     with _refusing_damage(folder):
@@ -157,7 +158,7 @@ def _refusing_damage(folder: Path) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Change:
-    """A setting, ``table.name``, with another value than in the checkpoint's run."""
+    """A setting, ``table.name``, whose value differs from that in the run that wrote the checkpoint."""
 
     key: str
     old: Any
@@ -217,7 +218,7 @@ _SAMPLING = {
 
 
 def changes(record: RunRecord, config: JobConfig, num_ranks: int) -> list[Change]:
-    """Returns changed settings, except of outputs and logs. What was not recorded counts as default."""
+    """Returns changed settings, except of outputs and logs. Unrecorded old values count as defaults."""
     defaults = JobConfig().to_dict()
     found = [Change(RANKS, record.num_ranks, num_ranks)] if record.num_ranks != num_ranks else []
     for table, values in config.to_dict().items():
@@ -238,7 +239,7 @@ def changes(record: RunRecord, config: JobConfig, num_ranks: int) -> list[Change
 
 
 def refusal(change: Change, record: RunRecord, config: JobConfig) -> str | None:
-    """Why a change is refused and what to do, or None if it takes effect."""
+    """Returns why a changed setting is refused and what to do, or None if the change is accepted."""
     key = setting_of(change.key)
     reason = _FIXED.get(key)
     if change.key == "debug.seed" and (change.old or 0) == (change.new or 0):
@@ -286,7 +287,7 @@ _NO_SIZES = {"max_seq_len"}
 
 
 def _has_moved(change: Change, record: RunRecord) -> bool:
-    """Whether the files of prompts have other paths, but the same names and sizes."""
+    """Whether the prompt files have only moved: their paths differ, but not their names and sizes."""
     old, new = ([x] if isinstance(x, str) else list(x or ()) for x in (change.old, change.new))
     return 0 < len(old) == len(new) and all(
         Path(a).name == Path(b).name
@@ -297,7 +298,7 @@ def _has_moved(change: Change, record: RunRecord) -> bool:
 
 
 def invalidates_rollouts(found: list[Change]) -> list[str]:
-    """Returns the changed settings because of which rollouts kept beside the checkpoint cannot be used."""
+    """Returns those changed settings that make the rollouts saved beside the checkpoint unusable."""
 
     def matters(key: str) -> bool:
         key = setting_of(key)

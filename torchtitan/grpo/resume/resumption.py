@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Decides how a run starts, anew or from a checkpoint, and describes what differs from the checkpoint.
+"""Decides how a run starts, anew or from a checkpoint, and describes settings that have changed since.
 
 :func:`choose_start` only reads files, so that every rank and a dry run come to the same decision.
 """
@@ -57,9 +57,9 @@ def choose_start(
 ) -> Start:
     """Decides from the files whether a run is new, or from which undamaged checkpoint it starts.
 
-    With ``goes_on``, earlier ranks of this run wrote the folder: its contents are not replaced
-    (``job.overwrite``), and are no reason to refuse. Raises CheckpointError if this run would write over
-    another one, or if it cannot resume, for instance because of a setting that differs.
+    With ``goes_on``, the folder was written by earlier ranks of this same run: it is then not replaced,
+    even with ``job.overwrite``, and is no reason to refuse. Raises CheckpointError if this run would
+    overwrite another one, or if it cannot resume, for instance because of a changed setting.
     """
     found = dict(damaged or {})
     while True:
@@ -114,9 +114,9 @@ def checkpoint_folder(
 ) -> Path | None:
     """Returns the checkpoint from which a run resumes, or None if it begins anew.
 
-    As in torchtitan, that is ``checkpoint.load_step`` or the newest one, else
-    ``checkpoint.initial_load_path`` if that is loaded whole. Checkpoints that are ``damaged`` do not
-    count, nor do any in a folder that will be replaced (``is_new``).
+    As in torchtitan, this is the checkpoint of ``checkpoint.load_step`` or else the newest one. If there
+    is none, it is ``checkpoint.initial_load_path``, unless only the model is loaded from there.
+    Checkpoints in ``damaged`` are ignored; with ``is_new``, so are all in the run's folder.
     """
     settings = config.checkpoint
     if not settings.enable:
@@ -150,7 +150,7 @@ def _listed(steps: list[int]) -> str:
 def check_whole(
     folder: Path, states: set[str], *, needs_reference: bool, needs_critic: bool = False
 ) -> None:
-    """Refuses a checkpoint that lacks the progress of its run, a moving reference, or the critic."""
+    """Raises CheckpointError if a checkpoint lacks the training state, a needed reference, or the critic."""
     if "train_state" not in states:
         raise CheckpointError(
             f"A run must resume from a whole checkpoint, got {folder}, which holds the model "

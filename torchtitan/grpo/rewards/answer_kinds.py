@@ -1,10 +1,10 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Answers that are no formulas, although math-verify would read them as such.
+"""Compares answers that are not formulas, although math-verify would read them as such.
 
-``2024-01-05`` is no difference, ``7:30 PM`` no ratio, ``10110_2`` no variable, and ``east`` no
-product. Functions of :data:`ANSWER_KINDS` take two answers in the form of
+``2024-01-05`` is not a difference, ``7:30 PM`` not a ratio, ``10110_2`` not a variable, and ``east``
+not a product. Functions of :data:`ANSWER_KINDS` take two answers in the form of
 :func:`~.answer_text.as_latex` and return whether they agree, or ``None`` if they are not of its
 kind.
 """
@@ -45,7 +45,7 @@ def plain_text(answer: str) -> str:
 
 
 def same_date(a: str, b: str) -> bool | None:
-    """Compares dates; ``1/2/2024`` may begin with the day or the month, but alike in both answers."""
+    """Compares dates. ``1/2/2024`` may begin with the day or the month, but both answers with the same."""
     readings = [_dates(plain_text(answer).lower()) for answer in (a, b)]
     if not any(readings):
         return None
@@ -61,7 +61,7 @@ def _dates(text: str) -> list[datetime]:
 
 
 def same_time(a: str, b: str) -> bool | None:
-    """Compares times of day if one says ``AM`` or ``PM``; the other may then mean either half of the day."""
+    """Compares times of day if one has ``AM`` or ``PM``. A time without them may mean either half of the day."""
     texts = [re.sub(r"[\s.]", "", plain_text(answer).lower()) for answer in (a, b)]
     clocks = [_clocks(text) for text in texts]
     if not any(of and text.endswith("m") for text, of in zip(texts, clocks, strict=True)):
@@ -76,7 +76,7 @@ def _clocks(text: str) -> set[datetime]:
 
 
 def _read(text: str, forms: Sequence[str]) -> list[datetime]:
-    """The text as parsed by each of ``forms`` that fits it."""
+    """Returns the dates that result from parsing the text by each of ``forms`` that fits it."""
     found = []
     for form in forms:
         with contextlib.suppress(ValueError):
@@ -85,7 +85,7 @@ def _read(text: str, forms: Sequence[str]) -> list[datetime]:
 
 
 def same_based_number(a: str, b: str) -> bool | None:
-    """Compares numbers of which one states its base: digits and stated bases must agree."""
+    """Compares two numbers if one states its base. Digits must be equal, and also bases if both are stated."""
     (digits, base), (other_digits, other_base) = _based(a), _based(b)
     if base is None and other_base is None:
         return None
@@ -94,7 +94,7 @@ def same_based_number(a: str, b: str) -> bool | None:
 
 
 def _based(answer: str) -> tuple[str, int | None]:
-    """The digits and the base of a number; the base is ``None`` if it states none."""
+    """Returns a number's digits and its base; the base is ``None`` if the number states none."""
     text = plain_text(answer)
     found = _BASE.fullmatch(text)
     if found is None:

@@ -201,7 +201,7 @@ def _unicode_as_latex(text: str) -> str:
 
 
 def _form(character: str) -> str:
-    """How Unicode derives a character from others, such as ``<super>`` for ``²``."""
+    """Returns the kind of a character's Unicode decomposition, such as ``<super>`` for ``²``."""
     if character in _SYMBOLS:
         return ""
     return unicodedata.decomposition(character).partition(" ")[0]
@@ -238,13 +238,13 @@ def with_braces(text: str) -> str:
 
 
 class _Reader:
-    """Reads LaTeX token by token; ``_tokens`` has the tokens in reverse order."""
+    """Reads LaTeX token by token. ``_tokens`` holds the tokens still to be read, the next one last."""
 
     def __init__(self, text: str) -> None:
         self._tokens = _TOKEN.findall(text)[::-1]
 
     def read_up_to(self, closing: str) -> str:
-        """Reads up to a closing bracket, or to the end, with braces around arguments."""
+        """Reads the tokens up to ``closing`` or the end, and returns them with braces around arguments."""
         parts: list[str] = []
         before = ""
         while self._tokens:
@@ -259,7 +259,7 @@ class _Reader:
         return "".join(parts)
 
     def _read_item(self, token: str, before: str) -> str:
-        """Reads a token with its arguments; ``before`` is the token before it."""
+        """Reads the arguments of ``token``, and returns it with them. ``before`` is the preceding token."""
         if token == "{":
             return f"{{{self.read_up_to('}')}}}"
         number = _NUM_ARGUMENTS.get(token, 0)
@@ -279,7 +279,7 @@ class _Reader:
         return argument if argument.startswith("{") else f"{{{argument}}}"
 
     def _next(self) -> str:
-        """The next token that is not blank, if any."""
+        """Skips blanks and returns the next token without reading it, or an empty string at the end."""
         while self._tokens and _BLANK.fullmatch(self._tokens[-1]):
             self._tokens.pop()
         return self._tokens[-1] if self._tokens else ""

@@ -41,7 +41,7 @@ def partial_match(
     """Returns the fraction of positions at which the completion has the answer's character.
 
     The number of equal characters is divided by the greater length. White space around both texts is
-    ignored. Of a list of answers the closest one counts.
+    ignored. Of a list of answers, the closest one counts.
 
     Example: answer ``4321``. ``4321`` earns 1, ``4329`` earns 3/4, ``43`` earns 2/4, ``432100``
     earns 4/6, ``1234`` earns 0.
@@ -62,9 +62,10 @@ def boxed_math(
 
     The final answer is the content of the last ``\boxed{...}``, or else what follows the last
     ``####``; a completion with neither earns 0. The expected answer, or any of a list, is read in the
-    same way, else after ``The answer is``, else as a whole. ``1/2``, ``0.5`` and ``\frac{1}{2}`` are
-    equal (see `math_answers`). A completion that cannot be compared within the limit of processor
-    time receives ``None``. It counts as unscorable unless the expected answer is the cause.
+    same way. Failing that, it is what follows ``The answer is``, or else the whole text. ``1/2``,
+    ``0.5`` and ``\frac{1}{2}`` are equal (see `math_answers`). A completion that cannot be compared
+    within the limit of processor time receives ``None``, and counts as unscorable unless the expected
+    answer is the cause.
     """
     scores = _best(completions, answer, _equal_answers)
     for i, score in enumerate(scores):
@@ -80,8 +81,8 @@ def last_number(
     """Returns 1 if the last number of the completion equals the expected one, else 0.
 
     ``79 - 22 = 57.``, ``$57.00`` and ``57%`` end in 57, ``5-3`` in 3, and ``f(x2)`` in none
-    (see :func:`~.final_answers.numbers_in`). The expected answer, or any of a list, is read as by
-    `boxed_math`; returns ``None`` unless it holds exactly one number.
+    (see :func:`~.final_answers.numbers_in`). The expected answer, or any of a list, is read as in
+    `boxed_math`. If it does not hold exactly one number, ``None`` is returned.
     """
     return _best(completions, answer, ends_in)
 
@@ -91,7 +92,7 @@ def _best(
     answers: Sequence[Any],
     score: Callable[[str, str], float | None],
 ) -> list[float | None]:
-    """The best score of each completion over its right answers; ``None`` if that is not known."""
+    """Returns each completion's best score over its right answers, or ``None`` if that is uncertain."""
     best: list[float | None] = []
     for completion, answer in zip(completions, answers, strict=True):
         text = completion_text(completion)
@@ -169,5 +170,5 @@ def _is_comparable(expected: str) -> bool:
 
 
 def _is_visible(character: str) -> bool:
-    """Whether this is a letter, digit, punctuation mark or symbol that prints something."""
+    """Whether a character is a letter, digit, punctuation mark or symbol that is visible in print."""
     return unicodedata.category(character)[0] in "LNPS" and character not in _BLANK

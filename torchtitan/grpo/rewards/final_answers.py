@@ -42,7 +42,7 @@ def final_answer(text: str) -> str | None:
 
 
 def read_expected(answer: str) -> str:
-    r"""Returns a column's final answer, else what follows "answer is", else the whole text.
+    r"""Returns the final answer in an ``answer`` column, else what follows "answer is", else the whole text.
 
     Example: ``She has 6*7.\n#### 42`` and ``The answer is 42.`` give ``42``.
     """
@@ -70,9 +70,10 @@ def _closing_braces(text: str) -> dict[int, int]:
 def numbers_in(text: str) -> list[Decimal]:
     """Returns the numbers of a text, in order, such as -1234.5 for ``-$1,234.50``.
 
-    Commas may separate thousands. A minus directly before a number belongs to it, unless it follows a
-    letter, a digit, a percent sign or a closing bracket, as in ``5-3``. Digits directly after a letter,
-    as in ``x2``, are no number; before a letter, as in ``57km``, they are. ``1/2`` has two numbers.
+    Commas may separate thousands. A minus sign directly before a number belongs to it, unless the
+    sign follows a letter, a digit, a percent sign or a closing bracket, as in ``5-3``. Digits directly
+    after a letter, as in ``x2``, are no number. Digits before a letter, as in ``57km``, are one.
+    ``1/2`` has two numbers.
     """
     return [
         Decimal("-" * bool(found["minus"]) + re.sub("[{,}]", "", found["digits"]))
@@ -90,11 +91,11 @@ def expected_number(answer: str) -> Decimal | None:
 
 
 def ends_in(text: str, expected: str) -> float | None:
-    """Returns 1 if the text's last number is the expected one, else 0; ``None`` if none is expected."""
+    """Returns 1 if the text's last number is the expected one, else 0; ``None`` if no number is expected."""
     wanted = expected_number(expected)
     return None if wanted is None else float(numbers_in(text)[-1:] == [wanted])
 
 
 def is_number(answer: str) -> bool:
-    """Returns whether an expected answer is a number, without words or units but ``$`` and ``%``."""
+    """Returns whether an expected answer is a number without words or units, except ``$`` and ``%``."""
     return _NUMBER.fullmatch(read_expected(answer).rstrip("%.")) is not None

@@ -1,8 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Reads the column ``answer`` of a row: its right answers, why it may hold none, and for which of them
-a built-in reward cannot be earned."""
+"""Reads the right answers in the column ``answer`` of a row, and finds rows whose answers are unusable."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +30,7 @@ _COMPARING = (*_SHORTEST, *(f"torchtitan.grpo.rewards.gsm8k{dot}hash_answer_exac
 
 
 def right_answers(value: Any) -> list[str]:
-    """Returns the texts that a value of the column ``answer`` holds; none if it is no answer.
+    """Returns the right answers, as texts, in a value of the column ``answer``; none if it holds none.
 
     Each element of a list is a right answer. A number gives a text for each of its usual forms, a
     boolean for those of Python and JSON. Arrays and scalars of numpy and pyarrow are read as well.
@@ -46,10 +45,10 @@ def right_answers(value: Any) -> list[str]:
 
 
 def gold_judge(functions: Sequence[str]) -> Callable[[Mapping[str, Any]], str | None]:
-    """Returns a function that says why these reward functions cannot use the columns of a row.
+    """Returns a function that says why these reward functions cannot use a row's columns, if they cannot.
 
-    If the first row has no column ``answer``, this column is not judged: calling the reward functions
-    on that row then fails with a message that names the existing columns.
+    If the first row has no column ``answer``, that column is never checked: the call of the reward
+    functions on that row then fails with a message that names the existing columns.
     """
     first: list[Mapping[str, Any]] = []
     comparing = [function for function in functions if function in _COMPARING]
@@ -69,7 +68,7 @@ def gold_judge(functions: Sequence[str]) -> Callable[[Mapping[str, Any]], str | 
 
 
 def answer_problem(columns: Mapping[str, Any], function: str) -> str | None:
-    """Says why ``answer`` holds no right answer; every element of a list must be one."""
+    """Returns why a row's ``answer`` is unusable, or None. Each element of a list must be a right answer."""
     if COLUMN not in columns:
         return f"the column {COLUMN!r} is missing, and {function} compares with it. {_REMEDY}"
     value = _plain(columns[COLUMN])
@@ -96,7 +95,10 @@ def unearnable_warning(
     count_tokens: Callable[[str], int],
     max_new_tokens: int,
 ) -> str | None:
-    """Returns a warning if ``function`` cannot be earned in some examples, whose path is set by ``key``."""
+    """Returns a warning if no completion of some examples can earn the reward ``function``.
+
+    ``key`` is the setting that names the examples' file.
+    """
     if function not in _SHORTEST:
         return None
     shortest = _SHORTEST[function]

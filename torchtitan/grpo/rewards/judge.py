@@ -46,16 +46,16 @@ _FINISHED = (None, "stop", "eos", "eos_token", "stop_sequence", "end_turn", "too
 
 @dataclass(frozen=True)
 class _Verdict:
-    """``score`` is ``None`` if the judge's ``answer`` holds none."""
+    """A judge's ``answer``, and the ``score`` that it contains, or ``None``."""
 
     score: float | None
     answer: str
 
 
 class Judge:
-    """Scores completions by the answers of a judge, in one event loop.
+    """Scores completions by asking a judge model, in one event loop.
 
-    Verdicts are kept, so that equal requests are sent once. ``limit_seconds`` is the time in which a
+    Verdicts are cached, so that equal requests are sent once. ``limit_seconds`` is the time in which a
     whole group must be scored.
     """
 
@@ -275,7 +275,7 @@ _HAS_BEGUN = re.compile(r"\d(?:[.,'_/]| ?[-–—~*^] ?|e[-+]?)?$|(?<![\w)])[-�
 
 
 def written_score(answer: str, *, is_cut: bool) -> float | None:
-    """Returns the score, or ``None``. If the answer ``is_cut``, only a score behind a mark counts."""
+    """Returns the score in an answer, or ``None``. If it ``is_cut``, only a score after a mark counts."""
     text = _understood(answer)
     for tag, plain in _TAGS:
         text = tag.sub(plain, text)
@@ -289,7 +289,7 @@ def written_score(answer: str, *, is_cut: bool) -> float | None:
 
 
 def _read(text: str, start: int, is_cut: bool, may_go_on: bool = False) -> float | None:
-    """Reads the score at ``start``. With ``may_go_on``, a sentence may follow it in its line."""
+    """Reads the score at ``start``. With ``may_go_on``, a sentence may follow the score on its line."""
     score = _SCORE.match(text, start)
     if score is None:
         return None
@@ -302,7 +302,7 @@ def _read(text: str, start: int, is_cut: bool, may_go_on: bool = False) -> float
 
 
 def found_score(found: re.Match[str], *, is_cut: bool) -> float | None:
-    """Reads the match of the user's regular expression, unless it is a part of a longer number."""
+    """Reads the score that the user's regular expression found, unless it is a part of a longer number."""
     text, (start, end) = found.string, found.span(1)
     before, rest = _understood(text[max(0, start - 8) : start]), _understood(text[end : end + 200])
     may_go_on = is_cut and not (_CLOSED.match(rest) or re.match(r"[^\w\n]*\n", rest))

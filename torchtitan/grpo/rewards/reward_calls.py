@@ -3,8 +3,8 @@
 
 """Calls one reward function for one group, and turns what it returns or raises into a reply.
 
-No exception of user code gets past these functions: some would end the event loop, and futures
-cannot hold others.
+No exception of user code leaves these functions, because some exceptions would end the event loop,
+and others cannot be stored in futures.
 """
 
 import asyncio
@@ -38,9 +38,9 @@ Values = list[float | None]
 
 
 class Score(msgspec.Struct, tag=True):
-    """Asks a worker to score the completions of one prompt with the functions of the indices ``which``.
+    """Asks a worker to score one prompt's completions with the functions whose indices are ``which``.
 
-    ``number`` distinguishes the request from others of its pool.
+    ``number`` identifies the request within its pool.
     """
 
     number: int
@@ -66,7 +66,7 @@ class _BadReward(Exception):
 
 @dataclass(frozen=True)
 class LoadedFunction:
-    """A function with the path that names it."""
+    """A reward function with the path by which it is named in the configuration."""
 
     path: str
     function: RewardFunction
@@ -147,7 +147,7 @@ def _checked(result: Any, expected: int) -> Values:
 
 
 def _shape_problem(result: Any, expected: int) -> str | None:
-    """Says what a function returned instead of a list, and what to do; ``None`` if it returned a list."""
+    """Returns what a function gave instead of a flat list, and what to do, or ``None`` if it gave one."""
     what = f"a {type(result).__name__}"
     if inspect.isawaitable(result) or inspect.isasyncgen(result):
         if inspect.iscoroutine(result):

@@ -3,7 +3,7 @@
 
 """Finds reward functions by their names in the TOML file, and calls them as TRL does.
 
-Besides the completions and their columns, they receive ``ARGUMENTS``, most of them as in TRL.
+Besides the completions and their columns, the functions receive ``ARGUMENTS``, mostly as in TRL.
 """
 
 import inspect
@@ -23,14 +23,14 @@ ARGUMENTS = ("trainer_state", "log_extra", "log_metric", "log_unscorable")
 
 @dataclass(frozen=True)
 class TrainerState:
-    """``global_step`` is the policy version that the next batch trains, counted from 0."""
+    """The training progress, as in TRL. ``global_step``, from 0, is the policy version to be trained next."""
 
     global_step: int
     max_steps: int
 
 
 class RewardLog:
-    """Collects what the functions of one group log. Several threads may do so."""
+    """Collects what reward functions log for one group. Several threads may log."""
 
     def __init__(self, num_completions: int) -> None:
         self._num_completions = num_completions
@@ -50,7 +50,7 @@ class RewardLog:
             self._metrics[str(name)].append(number)
 
     def log_unscorable(self, index: int) -> None:
-        """Says that this completion gets ``None`` because of what the policy wrote in it."""
+        """Marks a completion whose score is ``None`` because of what the policy wrote in it."""
         self.unscorable.add(range(self._num_completions)[index])
 
     def log_extra(self, column: str, values: Any) -> None:
@@ -76,9 +76,9 @@ _WHAT = "reward.functions: reward function"
 
 
 def load_function(path: str, judge: Callable[[], RewardFunction] | None = None) -> RewardFunction:
-    """Loads a function by its path (see `functions`) or a built-in's name. Raises ValueError.
+    """Loads a function by its path (see `functions`) or a built-in's name. Raises ValueError on failure.
 
-    ``judge`` makes the built-in function of this name, which depends on settings.
+    ``judge`` makes the built-in function ``judge``, which depends on settings.
     """
     if path == JUDGE and judge is not None:
         return judge()
@@ -103,7 +103,7 @@ def call_function(
     columns: dict[str, list[Any]],
     more: Mapping[str, Any],
 ) -> Any:
-    """Calls a function with those arguments that it accepts; ``more`` has the ``ARGUMENTS``."""
+    """Calls a reward function with those arguments that it accepts. ``more`` holds the ``ARGUMENTS``."""
     available: dict[str, Any] = {**columns, **more, "completion_ids": completion_ids}
     available |= {"prompts": prompts, "completions": completions}
     parameters = inspect.signature(function).parameters.values()
@@ -133,7 +133,7 @@ _FOREIGN_ARGUMENTS = {
 
 
 def foreign_signature(function: RewardFunction, missing: Iterable[str]) -> str:
-    """Says what to do with a function of another project's signature; empty if it has no such signature."""
+    """Returns what to do if a function has another project's signature; empty if it has not."""
     projects = [_FOREIGN_ARGUMENTS[name] for name in missing if name in _FOREIGN_ARGUMENTS]
     if not projects:
         return ""

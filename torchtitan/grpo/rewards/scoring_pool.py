@@ -3,11 +3,11 @@
 
 """Scores groups in worker processes that can be killed; see `workers/pool.py`.
 
-A group that exceeds the time limit is unscored (never scored as zero). If that is because a
-synchronous function hangs, its worker is killed with everything that it has started, and replaced.
+A group that exceeds the time limit is unscored (never scored as zero). If a hanging
+synchronous function is the cause, its worker is killed with all processes that it started, and replaced.
 
 It is not known which group blocked an event loop or ended a process. All groups that the worker was
-scoring are therefore scored again, one at a time, in a separate process. Only there do they fail.
+scoring are therefore scored again, one at a time, in a separate process. A group fails only there.
 """
 
 import asyncio
@@ -58,7 +58,7 @@ class RewardError(RuntimeError):
 class RewardPool:
     """Scores groups. ``on_failure`` is called for each group that failed or was postponed.
 
-    Functions receive ``max_steps``, and what ``next_step`` returns, in ``trainer_state``.
+    In ``trainer_state``, functions receive ``max_steps`` and the value returned by ``next_step``.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class RewardPool:
 
     @property
     def warning(self) -> str:
-        """Why fewer groups are scored at a time than the user may expect; empty if that is not so."""
+        """Why fewer groups are scored at a time than the user may expect; empty if as many are scored."""
         return _loaded(self._workers.loaded).warning
 
     async def check(
@@ -132,7 +132,7 @@ class RewardPool:
         which: Sequence[int] | None = None,
         columns: Mapping[str, Sequence[Any]] | None = None,
     ) -> Scored:
-        """Returns for each function its value for each completion of one prompt, and what it logs.
+        """Returns each function's values for the completions of one prompt, and what the functions logged.
 
         ``which`` are indices of functions (``None``: all). ``columns`` are further arguments with one
         value for each completion. Raises :class:`ScoringFailed` if this group cannot be scored. Raises
@@ -259,7 +259,7 @@ class RewardPool:
             raise ScoringFailed(prompt, "crash", message) from error
 
     async def _reply(self, request: Score, on_begin: Callable[[], object]) -> Reply | Refused:
-        """Sends a request, and sends it again if its worker was lost while it scored several groups.
+        """Sends a request, and sends it again if its worker hung or died while scoring several groups.
 
         ``on_begin`` is called when a worker has room for the request.
         """

@@ -26,7 +26,7 @@ ASYNC_CONCURRENCY = 64
 
 
 class LoadFunctions(msgspec.Struct, tag=True):
-    """Asks for the import of reward functions. This is the first request."""
+    """The first request to a worker, which asks it to import the reward functions."""
 
     functions: list[str]
     concurrency: int  # reward.concurrency
@@ -35,9 +35,9 @@ class LoadFunctions(msgspec.Struct, tag=True):
 
 
 class Loaded(msgspec.Struct, tag=True):
-    """Reply to :class:`LoadFunctions`: how many groups may be scored at a time.
+    """Reply to :class:`LoadFunctions`: how many groups may be scored at a time (``concurrency``).
 
-    If the user may expect more groups, ``warning`` says why there are not.
+    If the user may expect a higher number, ``warning`` explains it.
     """
 
     concurrency: int
@@ -47,8 +47,8 @@ class Loaded(msgspec.Struct, tag=True):
 class Scored(msgspec.Struct, tag=True):
     """Reply to :class:`Score`: ``values[i]`` is what function ``which[i]`` returned.
 
-    The functions have logged ``metrics``, and ``extra`` with one value for each completion. The
-    completions ``unscorable`` have no value because of what the policy wrote in them.
+    ``metrics`` and ``extra`` are what the functions logged; ``extra`` has one value for each completion.
+    ``unscorable`` are the completions without a value because of what the policy wrote in them.
     """
 
     values: list[Values]
@@ -86,7 +86,7 @@ def load(request: LoadFunctions) -> Hosted:
 
 
 async def _answer(loaded: list[LoadedFunction], host: Host, request: Score) -> Scored | Refused:
-    """Calls synchronous functions one after the other, and then awaits all others together."""
+    """Scores a group: calls synchronous functions one by one, and then awaits all others together."""
     found: dict[int, Values | Refused] = {}
     functions = {i: loaded[i] for i in request.which}
     log = RewardLog(len(request.completions))
@@ -109,7 +109,7 @@ async def _answer(loaded: list[LoadedFunction], host: Host, request: Score) -> S
 
 
 def default_concurrency(functions: Iterable[LoadedFunction]) -> tuple[list[str], int]:
-    """Returns the functions that block, and how many groups a worker scores at a time by default."""
+    """Returns which functions block the worker, and how many groups it scores at a time by default."""
     blocking = [f.path for f in functions if not (f.is_async or f.path in QUICK)]
     return blocking, 1 if blocking else ASYNC_CONCURRENCY
 

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Actions of pipeline ranks, their costs, and the tables of their order; torch is not imported."""
+"""Actions of pipeline ranks, their costs, and the tables that order them. Does not import torch."""
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ Placement = Literal["loop", "v", "helix"]
 
 
 class Action(NamedTuple):
-    """One pass of a microbatch through a stage; ``5F2`` is the forward pass of 2 through stage 5."""
+    """One pass of a microbatch through a stage; ``5F2`` is microbatch 2's forward pass through stage 5."""
 
     stage: int
     kind: Kind
@@ -29,7 +29,7 @@ class Action(NamedTuple):
         return f"{self.stage}{self.kind}{self.microbatch}"
 
     def after(self, table: "Table") -> Iterator["tuple[Action, ...]"]:
-        """Yields what must be complete before this action, each as alternatives; the table has one."""
+        """Yields what must be complete before this action. Of each tuple, the table contains one action."""
         stage, kind, microbatch = self
         if kind in ("F", "G"):
             if not table.is_first(stage):
@@ -44,11 +44,11 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Table:
-    """Each rank's order of actions, and each stage's rank; gap microbatches are those of G.
+    """Each rank's order of actions, and each stage's rank. G are forward passes of gap microbatches.
 
     A table may train several models with the same microbatches. Their stages are numbered one after
-    another, and ``first_stages`` are the numbers of their first ones. G passes through the stages of
-    the first model.
+    another, and ``first_stages`` are the numbers of the models' first stages. Gap microbatches pass
+    through the stages of the first model.
 
     A stage without weights may be on another rank for each microbatch: with ``shifts``, microbatch
     m of stage s is on rank ``ranks[s] + shifts[s] * m``, modulo the number of ranks.
@@ -108,8 +108,9 @@ def ranks_of_stages(num_ranks: int, stages_per_rank: int, placement: Placement) 
 class StageCosts:
     """Costs of one stage for a microbatch of average size.
 
-    Times are those of F, I (with recomputation of checkpointed blocks), W and B; None for B means
-    the sum of I and W, but a split can take additional time. ``activation`` is memory that F
+    Times are those of F (forward), I (gradients of inputs, with recomputation of checkpointed blocks),
+    W (gradients of weights) and B (both gradients at once). ``full_backward`` None means the sum of I
+    and W, but a split can take additional time. ``activation`` is memory that F
     allocates, freed at the end of I or B. ``pending`` is memory that I allocates, freed at the end of W.
     ``recompute`` is the time within I or B in which checkpointed blocks are recomputed, which a
     rank can do while it waits for the gradient from another rank. ``shared`` is the part of
@@ -137,7 +138,7 @@ class Costs:
     """What a schedule's actions cost, by stage.
 
     ``hop`` is the time to send a tensor while both ranks compute. ``sizes`` are the microbatches' times
-    relative to an average one, which depend on the packing of rows; empty if all are 1.
+    relative to an average microbatch. They depend on the packing of rows, and are empty if all are 1.
     """
 
     stages: tuple[StageCosts, ...]
@@ -152,7 +153,7 @@ class Costs:
         times: Sequence[float] = (1.0, 1.0, 1.0),
         hop: float = 0.0,
     ) -> "Costs":
-        """Costs of equal stages; those of a rank take ``times`` for F, I and W, and hold memory 1."""
+        """Costs of equal stages. A rank's stages together take ``times`` for F, I and W, and hold memory 1."""
         forward, input_grad, weight_grad = (time / stages_per_rank for time in times)
         memory = 1.0 / stages_per_rank
         stage = StageCosts(forward, input_grad, weight_grad, activation=memory, pending=memory)
@@ -165,7 +166,7 @@ class Costs:
         return times[action.kind] * self._size(action)
 
     def recompute(self, action: Action) -> float:
-        """Returns the maximum time by which an action can begin before its gradient arrives."""
+        """Returns how long before its gradient arrives an action can start, to recompute blocks meanwhile."""
         is_backward = action.kind in ("I", "B")
         return self.stages[action.stage].recompute * self._size(action) if is_backward else 0.0
 
@@ -174,7 +175,7 @@ class Costs:
         return self.sizes[action.microbatch] if has_size else 1.0
 
     def memory(self, action: Action) -> float:
-        """Returns the change of the memory held on the action's rank."""
+        """Returns by how much an action changes the memory held on its rank."""
         stage = self.stages[action.stage]
         return {
             "F": stage.activation,

@@ -1,10 +1,10 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Tables that train two models, the second one where the first leaves ranks idle.
+"""Tables that train two models, the second one while the first leaves ranks idle.
 
 RLHFuse (https://arxiv.org/abs/2409.13221) places the second model's stages in the opposite direction:
-the ranks that wait for the first model's first microbatch are those at which the second one begins.
+the second model begins on the ranks that wait longest for the first model's first microbatch.
 `Schedule.turns_second` says for which schedules this is done.
 """
 
@@ -22,7 +22,7 @@ def opposite(table: Table) -> Table:
 
 
 def simulate_fused(table: Table, costs: Costs, *, turns: bool) -> tuple[Table, Simulation]:
-    """Returns the table of two equal models, the second one in the opposite direction if it ``turns``."""
+    """Fuses the tables of two equal models, with the second in the opposite direction if it ``turns``."""
     both = replace(costs, stages=2 * costs.stages)
     fused = fuse(table, opposite(table) if turns else table, both)
     return fused, simulate(fused, both)
@@ -50,7 +50,7 @@ def fuse(first: Table, second: Table, costs: Costs) -> Table:
 
 
 def _memory_of_one(table: Table, costs: Costs) -> float:
-    """The largest memory of one microbatch's activations on a rank."""
+    """Returns the memory of one microbatch's activations on the rank that needs most."""
     held = [0.0] * table.num_ranks
     for stage, rank in zip(costs.stages, table.ranks, strict=True):
         held[rank] += stage.activation
@@ -62,7 +62,7 @@ def _moved(action: Action, num_stages: int) -> Action:
 
 
 def _joined(first: Table, second: Table) -> Table:
-    """Both tables one after the other."""
+    """Returns a table that runs the first table and then the second."""
     num = first.num_stages
     actions = (
         (*one, *(_moved(action, num) for action in other))

@@ -1,8 +1,9 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Fills the idle time of a table with forward passes of other rows, such as a later minibatch's
-through the reference model (PipeFill, https://arxiv.org/abs/2410.07192).
+"""Fills the idle time of a table with forward passes of other rows (PipeFill, arxiv.org/abs/2410.07192).
+
+For example, the rows of a later minibatch pass through the reference model.
 """
 
 from dataclasses import replace
@@ -81,7 +82,7 @@ def _place(
 def _without(
     gaps: list[tuple[float, float]], begin: float, end: float
 ) -> list[tuple[float, float]]:
-    """Removes the time from ``begin`` to ``end``, which lies in one of the gaps."""
+    """Returns the gaps without the time from ``begin`` to ``end``, which must lie in one of them."""
     left = []
     for gap in gaps:
         if gap[0] <= begin < gap[1]:

@@ -5,12 +5,12 @@
 
 The stages are the parts of a model of L layers: part 2k holds the weights between the attention of
 layer k - 1 and that of layer k, and is on rank k modulo p; part 2k + 1 is the attention of layer k.
-Attention has no weights, and that of successive microbatches is on successive ranks: a microbatch
-does not wait for the attention of another one, which takes most of the time of long rows.
+Attention has no weights. The attention of successive microbatches is on successive ranks, so that a
+microbatch does not wait for another one's attention, which takes most of the time of long rows.
 
-As in the paper, up to twice as many microbatches as there are ranks are under way (a loop). Here,
-a rank takes whichever action is ready, in the order that proves the fastest of several, instead of
-completing all forward passes of a loop before the first backward pass. The last part runs each
+As in the paper, up to twice as many microbatches as there are ranks are under way (a loop). Unlike
+in the paper, a rank does not complete all forward passes of a loop before the first backward pass: it
+runs whichever action is ready, by the priority that proves the fastest of several. The last part runs each
 microbatch's backward pass before the next forward pass, so that only one microbatch has logits.
 """
 
@@ -75,7 +75,7 @@ class _Ranks:
     events: list[tuple[float, int, Action]] = field(default_factory=list)
 
     def run(self) -> tuple[float, Table]:
-        """Returns the time of the table, and the table."""
+        """Returns the duration of the table, and the table."""
         self.table = self._table(((),) * self.num_ranks)
         self.orders: list[list[Action]] = [[] for _ in range(self.num_ranks)]
         self.ready: list[list[tuple[tuple[int, ...], Action]]] = [[] for _ in self.orders]
@@ -162,7 +162,7 @@ def part_costs(
         hop: Time for what one part sends to the next.
         recomputes: Whether parts with weights are recomputed in their backward pass.
         kept: Memory of a part with weights, and of attention, for a microbatch.
-        shared: Memory of the output of attention, which both keep.
+        shared: Memory of the output of attention, which both a part with weights and attention keep.
     """
     again = linear[0] if recomputes else 0.0
 

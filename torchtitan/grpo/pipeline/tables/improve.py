@@ -4,8 +4,8 @@
 """Improves a table of actions for given times, within a bound on memory.
 
 Forward-backward improvement (https://doi.org/10.1016/0377-2217(92)90046-Y) packs a table to the
-left, where each rank runs the first action that can run now or soon, and then to the right with
-time reversed, and repeats. The first closes gaps in the warm-up, the second in the cool-down.
+left, where each rank runs the first action that can run now or soon, then to the right with time
+reversed, and repeats. Packing left closes gaps in the warm-up, packing right in the cool-down.
 An action may overtake others only if the rank's memory stays within the bound.
 """
 
@@ -29,7 +29,8 @@ def improve(
 ) -> Table:
     """Returns the improved table with the shortest makespan and, among equals, the shortest span.
 
-    ``max_memory`` bounds each rank's memory; if all tables exceed it, the result exceeds it least.
+    ``max_memory`` bounds each rank's memory. If all tables exceed the bound, the result is the one that
+    exceeds it least.
     """
     best: tuple[tuple[float, float, float], Table] | None = None
     for table in tables:
@@ -45,8 +46,10 @@ def improve(
 
 
 def _output_layer(action: Action, table: Table) -> Iterator[tuple[Action, ...]]:
-    """Yields what precedes an action so that the last stage completes each backward pass before the
-    next microbatch. This saves memory of logits, which only the first of several models has.
+    """Yields what must precede an action so that the last stage holds one microbatch's logits at a time.
+
+    There, a microbatch's backward pass must precede the next microbatch's forward pass. Of several
+    models, only the first has logits.
     """
     stage, kind, microbatch = action
     if kind == "F" and stage == table.gap_stages[-1] and microbatch > 0:
@@ -161,7 +164,7 @@ class Work:
         return [math.inf] * len(ends) if any(waits_for) else ends
 
     def makespan_and_span(self, orders: Orders) -> tuple[float, float]:
-        """Returns the time of the whole table, and the longest time that one rank takes."""
+        """Returns the whole table's duration, and the longest span of a rank, from first start to last end."""
         ends = self.ends(orders)
         spans = (ends[o[-1]] - ends[o[0]] + self.times[o[0]] for o in orders if o)
         return max(ends), max(spans)
@@ -172,11 +175,10 @@ class Work:
 
 
 class _Packer:
-    """Makes orders in which each free rank runs an action that can run, or waits for one, but at
-    most for ``patience``.
+    """Makes orders in which a free rank runs an action that is ready, or will be within ``patience``.
 
-    They deviate from ``orders`` where a rank would wait, or where ``prefer`` gives a later action a
-    lower number. Only a rank's next action in ``orders`` may exceed ``max_memory``.
+    The orders deviate from ``orders`` where a rank would wait, or where ``prefer`` gives a later action
+    a lower number. Only a rank's next action in ``orders`` may exceed ``max_memory``.
     """
 
     def __init__(

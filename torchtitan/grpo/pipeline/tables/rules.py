@@ -3,8 +3,8 @@
 
 """Tables that follow fixed rules: GPipe, 1F1B, Interleaved1F1B and their zero-bubble relatives.
 
-Zero-bubble tables (https://arxiv.org/abs/2401.10241) split the backward pass: no other action
-waits for the gradients of weights, W, which fill times at which a rank would be idle.
+Zero-bubble tables (https://arxiv.org/abs/2401.10241) split the backward pass into the gradients of
+inputs, I, and those of weights, W. No other action waits for W, so W can fill idle times.
 """
 
 import math
@@ -16,7 +16,7 @@ from torchtitan.grpo.pipeline.tables.actions import Action, Kind, Table, ranks_o
 
 
 class RankOrder:
-    """The actions of one rank; each kind of each stage goes through the microbatches in order."""
+    """Collects the actions of one rank, of which each kind takes a stage's microbatches in order."""
 
     def __init__(self) -> None:
         self.actions: list[Action] = []
@@ -65,8 +65,10 @@ def zb_h2(num_ranks: int, num_microbatches: int) -> Table:
 def _one_stage(
     num_microbatches: int, warm_ups: Sequence[int], delays: Sequence[int] | None = None
 ) -> Table:
-    """For each rank, ``warm_ups`` counts the forward passes before its first backward pass, and
-    ``delays`` the microbatches by which each W follows its I; None does not split backward passes.
+    """Makes a table with one stage per rank; without ``delays``, backward passes are not split.
+
+    Each rank has ``warm_ups`` forward passes before its first backward pass, and runs each W
+    ``delays`` microbatches after its I.
     """
     orders = []
     for rank, warm_up in enumerate(warm_ups):
@@ -89,10 +91,10 @@ def _one_stage(
 def interleave(
     num_ranks: int, num_microbatches: int, stages_per_rank: int = 2, *, splits_backward: bool
 ) -> Table:
-    """Interleaved1F1B (https://arxiv.org/abs/2104.04473), or with I and W InterleavedZeroBubble.
+    """Makes Interleaved1F1B (https://arxiv.org/abs/2104.04473) or, with I and W, InterleavedZeroBubble.
 
     In a round, about as many microbatches as there are ranks pass through each of a rank's stages
-    in turn. All rounds are equally long: the last one may contain microbatches that do not exist.
+    in turn. All rounds are equally long, so the last one may have unused places.
     With I and W, rank r delays each W by r microbatches, and warms up with fewer forward passes.
     """
     per_round = math.ceil(num_microbatches / max(1, num_microbatches // num_ranks))
@@ -142,7 +144,8 @@ def forward_only(ranks: tuple[int, ...], num_microbatches: int) -> Table:
 def zbv(num_ranks: int, num_microbatches: int) -> Table:
     """ZB-V (https://arxiv.org/abs/2401.10241): two stages on each rank in V placement.
 
-    It holds 1F1B's memory. With equal times and no hops, no rank waits in its span.
+    ZB-V needs as much memory as 1F1B. If F, I and W take equal times and hops no time, no rank is idle
+    between its first and its last action.
     """
     # The rule needs at least 2p - 1 microbatches. Passes of microbatches that do not exist are left
     # out.
@@ -152,7 +155,7 @@ def zbv(num_ranks: int, num_microbatches: int) -> Table:
 
 
 def _zbv_rank(rank: int, num_ranks: int, count: int) -> RankOrder:
-    """``count`` microbatches must be at least 2p - 1."""
+    """Returns one rank's order in ZB-V; p ranks need a ``count`` of at least 2p - 1 microbatches."""
     down, up, to_turn = rank, 2 * num_ranks - 1 - rank, num_ranks - rank
     order = RankOrder()
     for _ in range(2 * to_turn - 1):

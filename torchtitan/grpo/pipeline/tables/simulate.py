@@ -21,8 +21,8 @@ class TableError(ValueError):
 class Simulation:
     """Times and memory of a table, in the units of the costs.
 
-    For each rank, ``busy`` is its time of computing, ``spans`` that from its first start to its last
-    end, and ``peaks`` its largest memory.
+    For each rank, ``busy`` is the time in which it computes, ``spans`` the time from its first start to
+    its last end, and ``peaks`` its largest memory.
     """
 
     starts: dict[Action, float]
@@ -42,7 +42,7 @@ class Simulation:
 
     @property
     def span_bubble(self) -> float:
-        """Largest idle share of a rank's span; the next step can begin before others have ended."""
+        """Largest idle share of a rank's span: the bubble if no rank waits for others between steps."""
         return max(1 - busy / span for busy, span in zip(self.busy, self.spans, strict=True))
 
     @property
@@ -51,7 +51,7 @@ class Simulation:
 
 
 def simulate(table: Table, costs: Costs) -> Simulation:
-    """Raises TableError if a table is not complete or an action would wait forever."""
+    """Simulates a table. Raises TableError if it is not complete or an action would wait forever."""
     check_complete(table)
     starts: dict[Action, float] = {}
     ends: dict[Action, float] = {}
@@ -107,7 +107,7 @@ def peak_memory(actions: tuple[Action, ...], costs: Costs, table: Table) -> floa
 
 
 def _shared(action: Action, costs: Costs, table: Table) -> float:
-    """Returns the memory that an action keeps (below 0: frees) and that the previous stage also holds."""
+    """Returns by how much an action changes the memory that its stage shares with the previous stage."""
     size, stage = costs.stages[action.stage].shared, action.stage
     if size == 0 or stage == 0 or action.kind not in "FIB":
         return 0.0

@@ -3,9 +3,9 @@
 
 """Zero-bubble schedules in V placement with a chosen amount of memory: V-Min, V-Half and V-ZB.
 
-They repeat a building block, the passes of one microbatch, once per period. The time for which
+These schedules repeat a building block, the passes of one microbatch, once per period. The time for which
 a rank keeps a microbatch determines the memory (https://arxiv.org/abs/2405.15362). `improve.py`
-closes the gaps at both ends, and those where times differ from the block's.
+closes the gaps at both ends, and those that arise because real times differ from the block's.
 """
 
 import itertools
@@ -26,17 +26,17 @@ _NEXT = (1, 1, 1, 1)
 
 
 def v_min(num_ranks: int, num_microbatches: int, costs: Costs) -> Table:
-    """Holds about a third of the memory of 1F1B; the bubble is large unless all times are equal."""
+    """V-Min: needs about a third of 1F1B's memory. Its bubble is large unless all times are equal."""
     return _v_schedule(num_microbatches, costs, _NEXT, (num_ranks + 4) // 3)
 
 
 def v_half(num_ranks: int, num_microbatches: int, costs: Costs) -> Table:
-    """Holds about half of the memory of 1F1B."""
+    """V-Half: needs about half of 1F1B's memory."""
     return _v_schedule(num_microbatches, costs, (2, 1, 2, 1), (num_ranks + 2) // 2)
 
 
 def v_zb(num_ranks: int, num_microbatches: int, costs: Costs) -> Table:
-    """Holds 1F1B's memory. With equal times and no hops, no rank waits within its span."""
+    """V-ZB: needs as much memory as 1F1B. With equal times and no hops, no rank waits between its passes."""
     return _v_schedule(num_microbatches, costs, (4, 2, 4, 2), num_ranks)
 
 
@@ -45,8 +45,8 @@ def _v_schedule(
 ) -> Table:
     """Makes a table in which a rank holds at most ``microbatches_held`` microbatches.
 
-    Memory counts in microbatches of one stage. ``offsets`` are the cells between neighboring
-    ranks in the forward passes down and up the ranks, and in the backward passes down and up.
+    ``offsets`` are the numbers of time cells between neighboring ranks: in the forward passes down and
+    then up the ranks, and in the backward passes down and then up.
     """
     num_ranks = len(costs.stages) // 2
     in_units = tuple(replace(stage, activation=1.0, pending=1.0) for stage in costs.stages)
@@ -61,7 +61,7 @@ def _v_schedule(
 
 
 def _blocks(num_ranks: int, offsets: tuple[tuple[int, ...], ...]) -> Iterator[Block]:
-    """Yields blocks. In some, the microbatch waits for one more cell where it turns at an end of the V."""
+    """Yields building blocks. In some, the microbatch waits a cell longer where it turns at an end of the V."""
     found = []
     for own, turns in itertools.product(offsets, ((0, 0, 0), (0, 1, 0), (1, 0, 0))):
         block = building_block(num_ranks, own, turns)
@@ -71,8 +71,9 @@ def _blocks(num_ranks: int, offsets: tuple[tuple[int, ...], ...]) -> Iterator[Bl
 
 
 def building_block(num_ranks: int, offsets: tuple[int, ...], turns: tuple[int, ...]) -> Block:
-    """Places the passes of one microbatch so that the block can be repeated once per period. A pass is
-    later than ``offsets`` demand if its cell is taken.
+    """Places the passes of one microbatch so that the block can be repeated once per period.
+
+    A pass is placed later than ``offsets`` say if the rank is busy in that cell.
 
     ``turns`` are additional cells at the last rank, at the last stage, and at the last rank again.
     """
@@ -100,7 +101,7 @@ def building_block(num_ranks: int, offsets: tuple[int, ...], turns: tuple[int, .
 
 
 def held(block: Block, num_ranks: int) -> int:
-    """Returns how many microbatches of one stage a rank holds at most if the block is repeated."""
+    """Returns the most microbatches that a rank holds, summed over its stages, if the block is repeated."""
     ranks = ranks_of_stages(num_ranks, 2, "v")
 
     def held_at(cell: int, rank: int) -> int:
