@@ -102,7 +102,7 @@ _TOKEN = re.compile(rf"({_WORD}){_POWER}?|(/)|([*·])")
 
 @dataclass(frozen=True)
 class Unit:
-    """A unit, or unknown ``words`` in the place of one.
+    """A unit of measurement. If its name is unknown, only ``words`` is set, to the words of the name.
 
     ``dimensions`` is what the unit measures, with exponents. ``factor`` is its size relative to the
     base unit of these dimensions.
@@ -114,7 +114,7 @@ class Unit:
 
     @property
     def only(self) -> str:
-        """The single thing that is measured, such as ``percent``, else an empty string."""
+        """The dimension, such as ``percent``, if the unit has exactly one, else an empty string."""
         return next(iter(self.dimensions))[0] if len(self.dimensions) == 1 else ""
 
 
@@ -125,7 +125,7 @@ class Quantity:
 
 
 def read_quantity(answer: str) -> Quantity:
-    r"""Splits an answer in the form of `answer_text` into a value and a unit.
+    r"""Splits an answer, as normalized by `answer_text`, into a value and a unit.
 
     Example: ``5\text{ cm}^2`` has the value ``5`` and the unit ``cm^2``; ``2x`` has no unit.
     """
@@ -162,7 +162,7 @@ def _split(found: re.Match[str]) -> Quantity:
 
 
 def _sum(text: str) -> Quantity | None:
-    """Reads a sum of quantities of one kind, such as ``2 hours 30 minutes``, as one in the first unit."""
+    """Reads a sum such as ``2 hours 30 minutes`` as one quantity in its first unit. Else ``None``."""
     parts = list(_PART.finditer(text))
     if len(parts) < 2 or "".join(part[0] for part in parts) != text:
         return None
@@ -181,7 +181,7 @@ def _flat(answer: str) -> str:
 
 
 def _unit(text: str) -> Unit | None:
-    """Reads the name of a unit; ``None`` for filler such as ``units``."""
+    """Parses the name of a unit. Returns ``None`` if it has only filler words such as ``units``."""
     text = _IN_ALL.sub("", _TEMPERATURE.sub(lambda found: "°" + found[1].upper(), text))
     tokens = [
         (found[1] or found[2] or "*", int(re.sub(r"[^-\d]", "", found[0]) or 1))
@@ -215,7 +215,7 @@ def _stem(word: str) -> str:
 
 
 def _lookup(word: str) -> tuple[str, Fraction] | None:
-    """Returns what a unit measures, and its size; ``None`` if it is unknown."""
+    """Returns what a unit measures and the unit's size, or ``None`` if the unit is unknown."""
     forms = (
         form
         for name in (word, word.lower())

@@ -1,10 +1,10 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Generates what the model writes after a context, and reads it as an answer.
+"""Generates what the model writes after a context, and parses it as an answer.
 
-`Answering` generates on the servers, in segments, up to a stop string. `AnswerReader` divides what was
-written into text, thinking, and tool calls.
+`Answering` generates on the servers, in segments, up to a stop string. `AnswerReader` divides the
+generated tokens into text, thinking, and tool calls.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ _STOP_SEGMENTS = 64, 512
 
 @dataclass(frozen=True)
 class EpisodeSettings:
-    """What the episodes of one writer share. ``counts`` go into the writer's metrics."""
+    """Settings that all episodes of an `EpisodeWriter` share. ``counts`` go into the writer's metrics."""
 
     places: Places
     sampling: Sampling
@@ -46,7 +46,7 @@ class EpisodeSettings:
 
 
 class Stop(NamedTuple):
-    """A stop string, and where it begins in the text of an answer."""
+    """A stop string that was found in the text of an answer, and the position at which it begins."""
 
     place: int
     text: str
@@ -57,9 +57,10 @@ FindStop = Callable[[Generation], tuple[Generation, Stop] | None]
 
 
 class Answering:
-    """Writes the answers of one completion. ``floor`` is the oldest policy version that may.
+    """Generates the answers of one completion.
 
-    ``expected_tokens`` is the expected length of the whole completion, if it is one conversation.
+    ``floor`` is the oldest policy version that may generate them. ``expected_tokens`` is the expected
+    length of the whole completion, if the completion is a single conversation.
     """
 
     def __init__(
@@ -79,12 +80,15 @@ class Answering:
         return replace(self._settings.sampling, **allowed)
 
     def is_own(self, asked: ModelRequest) -> bool:
-        """Whether a request is sampled as ``[rollout]`` says, so that its answer is trained."""
+        """Whether a request is sampled with the settings of ``[rollout]``, so its answer is trained on."""
         own = self._settings.sampling
         return replace(self.sampling(asked), seed=None) == replace(own, seed=None)
 
     def room(self, context_ids: list[int], asked: ModelRequest) -> int:
-        """Returns how long an answer may be. Raises BadRequest without a context, TextTooLong without room."""
+        """Returns how many tokens an answer may have.
+
+        Raises BadRequest if the context is empty, and TextTooLong if it leaves no room for an answer.
+        """
         sampling = self._settings.sampling
         num_shown, most = len(context_ids), sampling.max_total_tokens
         if not num_shown:
@@ -104,10 +108,10 @@ class Answering:
         begun: Generation | None = None,
         on_segment: Callable[[Generation], object] = lambda written: None,
     ) -> tuple[Generation, Stop | None]:
-        """Returns an answer, and the stop string that ended it; ``number`` counts the episode's answers.
+        """Returns an answer, and the stop string that ended it, or None.
 
-        ``begun`` is the part of the answer that is already written, or all of it. ``on_segment`` is
-        called with the answer so far.
+        ``number`` is the number of the answer in its episode. ``begun`` is the part of the answer that
+        is already written, perhaps all of it. ``on_segment`` is called with the answer so far.
         """
         written, wait_seconds = begun, self._settings.config.rollout.request_timeout_seconds
         while written is None or _is_open(written, room):
@@ -159,7 +163,7 @@ _CALL_ID_LEN = 9
 
 @dataclass(frozen=True)
 class AnswerReader:
-    """Reads answers. ``parser`` finds tool calls; None if the chat template has no known form of them."""
+    """Parses answers. ``parser`` finds tool calls, or is None if the chat template's format is unknown."""
 
     codec: TextCodec
     parser: Parser | None
@@ -189,7 +193,7 @@ class AnswerReader:
         )
 
     def find_stop(self, asked: ModelRequest, written: Generation) -> tuple[Generation, Stop] | None:
-        """Cuts an answer behind the token that completes the first stop string in its text."""
+        """Cuts an answer after the token that completes the first stop string. None if there is none."""
         ids = written.token_ids.tolist()
         text = self._text(asked, ids)
         found = [Stop(place, one) for one in asked.stop if (place := text.find(one)) >= 0]
@@ -204,7 +208,7 @@ class AnswerReader:
         return replace(part_of(written, 0, low), finish_reason="stop"), first
 
     def _text(self, asked: ModelRequest, ids: list[int]) -> str:
-        """Returns an answer's text, with the special tokens of thinking and tool calls if those are read."""
+        """Decodes an answer, keeping the special tokens of thinking and tool calls if these are parsed."""
         marks = () if asked.messages is None else THINKING_MARKS
         marks += CALL_MARKS if self._parser(asked) else ()
         return self.codec.decode(ids, marks)
@@ -214,7 +218,7 @@ class AnswerReader:
 
 
 def _with_ids(calls: list[ToolCall]) -> list[ToolCall]:
-    """Keeps the model's own ids, which it reads again beside results, if they are distinct; else makes ids."""
+    """Keeps the ids that the model gave its calls if all have one and they differ, else makes new ones."""
     if len({call.id for call in calls} - {""}) == len(calls):
         return calls
     return [call._replace(id=secrets.token_hex(_CALL_ID_LEN)[:_CALL_ID_LEN]) for call in calls]

@@ -43,7 +43,7 @@ _Handler = Callable[[web.Request, AgentEpisode], Awaitable[web.StreamResponse]]
 
 
 class AgentEndpoint:
-    """Serves the episodes that are open. ``seq_len`` is the longest context, in tokens."""
+    """Answers requests of the open episodes. ``seq_len`` is the longest context, in tokens."""
 
     def __init__(self, host: str, seq_len: int) -> None:
         self._host, self._seq_len = host, seq_len
@@ -202,7 +202,7 @@ async def _body(http: web.Request, episode: AgentEpisode) -> dict[str, Any]:
 async def _stream(
     http: web.Request, events: Iterable[dict[str, Any]], *, is_named: bool
 ) -> web.StreamResponse:
-    """Sends server-sent events. Those of ``/v1/responses`` have names (``is_named``) and no end mark."""
+    """Sends server-sent events. ``is_named``: with names and without an end mark, as in ``/v1/responses``."""
     parts = []
     for event in events:
         name = f"event: {event['type']}\n" if is_named else ""
@@ -218,7 +218,7 @@ async def _send(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
 
 
 def _encoded(body: Any) -> bytes:
-    """Returns JSON. The module `json` would take tens of milliseconds for a long answer."""
+    """Encodes JSON by msgspec, as the module `json` would take tens of milliseconds for a long answer."""
     try:
         return msgspec.json.encode(body)
     except UnicodeEncodeError:

@@ -37,14 +37,14 @@ _numbers = itertools.count()
 
 
 class AgentEpisode:
-    """``floor`` is the oldest policy version that may answer the program.
+    """One episode of a program. ``floor`` is the oldest policy version that may answer the program.
 
-    ``asked`` is done at the first request, from which on the program's own time counts. ``failed``
-    gets the error if no server answers: the program need not go on.
+    The future ``asked`` is done at the program's first request. The future ``failed`` gets the error
+    if no server answers, after which the program need not go on.
 
-    The last three arguments are only for episodes whose requests come one after the other: ``begun``
-    is what an interrupted episode of this completion wrote, ``on_progress`` is called with the
-    completion so far, and ``expected_tokens`` is its expected length.
+    The last three arguments are only for episodes that send one request at a time: ``begun`` is what
+    an interrupted episode of this completion wrote, ``on_progress`` is called with the completion so
+    far, and ``expected_tokens`` is the expected length of the completion.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class AgentEpisode:
             self.asked.set_result(None)
 
     def own_seconds(self) -> float:
-        """Returns the program's own time: until its first request, and then anew while no request runs."""
+        """Returns the program's own seconds before its first request, or after it while no request ran."""
         running = 0.0 if self._num_in_flight else time.monotonic() - self._since
         return self._own_seconds + running
 
@@ -153,7 +153,7 @@ class AgentEpisode:
     # -- its requests -----------------------------------------------------------------
 
     async def answer(self, asked: ModelRequest) -> Answer:
-        """Answers a request. Raises BadRequest, or ServerError if no server answers; that ends the episode."""
+        """Answers a request. Raises BadRequest, or ServerError (which ends the episode) if no server answers."""
         try:
             if asked.token_ids is None:
                 context = await self.in_thread(lambda: self._context(asked))
@@ -185,7 +185,7 @@ class AgentEpisode:
         return Answer(number, int(time.time()), MODEL, context.token_ids, choices)
 
     async def in_thread(self, read: Callable[[], _Found]) -> _Found:
-        """Calls ``read`` in a thread, at most two at once. It counts until it ends, also if the client left."""
+        """Calls ``read`` in a thread. At most two calls run at once, even if their clients have left."""
         await self._reading.acquire()
         work = asyncio.get_running_loop().run_in_executor(None, read)
         work.add_done_callback(lambda _: self._reading.release())
@@ -193,14 +193,14 @@ class AgentEpisode:
         return await asyncio.shield(work)
 
     def ignored(self, asked: ModelRequest) -> tuple[str, ...]:
-        """Names the parameters of a request that are not obeyed."""
+        """Returns the names of the request's parameters that are ignored."""
         allowed = self.settings.config.agent.allow_sampling
         return asked.ignored + (() if allowed else tuple(asked.sampling))
 
     async def _choices(
         self, asked: ModelRequest, context: Context, room: int, first: int
     ) -> tuple[list[ModelAnswer], list[Row]]:
-        """Writes the answers of a request. Keeps none of them if the client leaves before the last one."""
+        """Generates the answers to a request. Keeps none if the client leaves before the last is done."""
         rows = [self._rows.place(context.token_ids) for _ in range(asked.number)]
         tasks = [
             asyncio.create_task(self._write(asked, context, room, first + i, row))
@@ -230,7 +230,7 @@ class AgentEpisode:
     async def _write(
         self, asked: ModelRequest, context: Context, room: int, number: int, row: Row
     ) -> tuple[ModelAnswer, Generation]:
-        """Writes one answer; ``number`` counts the answers of the episode."""
+        """Generates one answer. ``number`` is the number of the answer in the episode."""
         written, stop = await self._answering.generate(
             asked,
             context.token_ids,
@@ -279,7 +279,7 @@ class AgentEpisode:
         return self._transcript.context(asked.messages, asked.tools, continues=asked.continues)
 
     def _note(self, asked: ModelRequest, context: Context, choice: ModelAnswer) -> None:
-        """Adds the answer to what later requests may begin with."""
+        """Adds a conversation and its answer to the transcript, as later requests may begin with them."""
         ids = choice.token_ids
         if asked.token_ids is not None:
             return
@@ -297,7 +297,7 @@ class AgentEpisode:
 
     @contextmanager
     def _generating(self) -> Iterator[None]:
-        """Gives up the place that the episode holds between requests, since requests have their own."""
+        """Releases the episode's slot while requests run, because each request takes a slot of its own."""
         if self._num_in_flight == 0:
             self._own_seconds += time.monotonic() - self._since
             self._hold.close()
@@ -313,7 +313,7 @@ class AgentEpisode:
 
 
 def parsed_reward(body: Any) -> float:
-    """Reads the body of a reward; raises BadRequest."""
+    """Returns the reward in the body of a reward request. Raises BadRequest if it is not valid."""
     value = body.get("reward")
     if isinstance(value, bool) or (reward := finite_number(value)) is None:
         raise BadRequest(f"reward must be {REWARD}, got {value!r:.100}.", param="reward")

@@ -36,7 +36,7 @@ _HARMLESS = {
 
 
 class BadRequest(ValueError):
-    """A request cannot be answered; ``param`` and ``code`` are those of OpenAI's error object."""
+    """A request cannot be answered. ``param`` and ``code`` are fields of OpenAI's error object."""
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -49,9 +49,9 @@ class ModelRequest:
 
     Attributes:
         continues: Whether the last message, which is the assistant's, is to be continued.
-        may_call: Whether tool calls are read from the answer.
-        sampling: The parameters of :data:`SAMPLING` that were sent.
-        ignored: Names of other parameters that would change what is sampled.
+        may_call: Whether tool calls are parsed from the answer.
+        sampling: Those of the request's parameters that are in :data:`SAMPLING`.
+        ignored: Names of unsupported parameters that would change what is sampled.
     """
 
     messages: list[Message] | None = None
@@ -141,7 +141,7 @@ class _Settings(msgspec.Struct):
 
 
 def shared_settings(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Reads the parameters that all routes share; returns them as fields of :class:`ModelRequest`."""
+    """Returns the parameters that all routes share, as arguments for :class:`ModelRequest`."""
     try:
         read = msgspec.convert(body, _Settings)
     except msgspec.ValidationError as error:
@@ -184,7 +184,7 @@ def _list_in(body: Mapping[str, Any], name: str) -> list[Any]:
 
 
 def read_messages(value: Any, param: str = "messages") -> list[Message]:
-    """Returns messages as chat templates take them. Raises BadRequest for anything but text."""
+    """Returns messages in the form for chat templates. Raises BadRequest if one is malformed or not text."""
     if not (isinstance(value, list) and value):
         raise BadRequest(f"{param} must be a list of messages, got {value!r:.100}.", param=param)
     return [_read_message(message, f"{param}[{i}]") for i, message in enumerate(value)]
@@ -223,7 +223,7 @@ def _read_call(call: Any, param: str) -> dict[str, Any]:
 
 
 def make_call(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
-    """Makes a call as chat templates take it, with its arguments as an object."""
+    """Makes a tool call in the form for chat templates, with its arguments parsed from JSON."""
     if isinstance(arguments, str):
         with contextlib.suppress(ValueError):  # shown as it is
             arguments = strict_json.loads(arguments)
@@ -232,7 +232,7 @@ def make_call(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
 
 
 def read_tools(body: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns the functions among the tools, in the form of the chat route."""
+    """Returns the tools in the form of the chat route. Raises BadRequest if one is not a function."""
     found = []
     for i, tool in enumerate(_list_in(body, "tools")):
         function = tool.get("function", tool) if isinstance(tool, dict) else None

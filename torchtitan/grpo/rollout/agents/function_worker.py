@@ -23,14 +23,14 @@ class LoadFunction(msgspec.Struct, tag=True):
 
 
 class LoadEnvironment(msgspec.Struct, tag=True):
-    """The reply holds the stop strings. Each later `Run` is one call of a `Player`."""
+    """Loads an environment. The reply has its stop strings, and each later `Run` is a call of a `Player`."""
 
     path: str
     options: dict[str, Any]
 
 
 class Run(msgspec.Struct, tag=True):
-    """``variables`` are those of ``programs.Access``; a `Player` takes none."""
+    """Calls the function, with the ``variables`` of ``programs.Access``, or a `Player`, without any."""
 
     number: int
     row: dict[str, Any]
@@ -46,7 +46,7 @@ decode_reply = msgspec.msgpack.Decoder(Ended | Cancelled | Refused).decode
 
 
 def load(request: LoadFunction | LoadEnvironment) -> Loaded:
-    """Raises ValueError if the function, or the environment, cannot be loaded."""
+    """Loads the function or the environment. Raises ValueError if it cannot be loaded."""
     if isinstance(request, LoadEnvironment):
         return _load_environment(request)
     path, options, clients = request.path, request.options, _Clients()
@@ -75,17 +75,17 @@ def _load_environment(request: LoadEnvironment) -> Loaded:
 
 
 class _Clients:
-    """The clients of all episodes. They share connections, because a client that opens its own takes
-    tens of milliseconds to make."""
+    """The clients of all episodes. They share one connection pool, because creating a client with a
+    pool of its own takes tens of milliseconds."""
 
     def __init__(self) -> None:
         self._first: Any = None
 
     def of(self, url: str, key: str) -> Any:
-        """Returns a client with the key of an episode.
+        """Returns a client with the API key of an episode.
 
-        The client has no time limit, because the endpoint has one: by default it would ask again
-        after 600 s, and long answers take longer. Nor does a request ever wait for a connection.
+        The client has no timeout, because the endpoint has one. By default the client would repeat a
+        request after 600 s, but long answers take longer. The number of connections is not limited.
         """
         from httpx import Limits
         from openai import AsyncOpenAI, DefaultAsyncHttpxClient

@@ -53,7 +53,7 @@ _LOOK_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class Access:
-    """How the program of one episode reaches the model."""
+    """The URL and the key with which the program of one episode reaches the model."""
 
     base_url: str
     key: str
@@ -73,7 +73,7 @@ class Programs(Protocol):
 
     @property
     def limit(self) -> FailureLimit:
-        """Counts the episodes that failed."""
+        """Counts failed episodes, and stops the run if too many in a row have failed."""
         ...
 
     async def start(self) -> None: ...
@@ -97,7 +97,7 @@ def make_programs(
 
 
 def row_of(prompt: Prompt) -> dict[str, Any]:
-    """What a program is given: the columns of its row, with the prompt under ``prompt``."""
+    """The data that a program receives: the columns of its row, and the prompt as ``prompt``."""
     return {**prompt.columns, "prompt": prompt.text}
 
 
@@ -147,7 +147,7 @@ class Commands:
         return self._reward(printed)
 
     async def _ended(self, process: asyncio.subprocess.Process, output: IO[bytes]) -> int:
-        """Returns the exit status, or raises EnvironmentFailed as soon as too much is printed."""
+        """Waits for the exit status. Raises EnvironmentFailed as soon as the program prints too much."""
         while (size := os.fstat(output.fileno()).st_size) <= _MOST_PRINTED:
             with contextlib.suppress(TimeoutError):
                 return await asyncio.wait_for(process.wait(), _LOOK_SECONDS)
@@ -158,7 +158,7 @@ class Commands:
         )
 
     def _reward(self, printed: bytes) -> Any:
-        """Returns the last line of output if it is JSON, else None."""
+        """Returns the value of the last line of output if that is JSON and no string, else None."""
         line = (printed.decode(errors="replace").strip().splitlines() or [""])[-1]
         with contextlib.suppress(ValueError, RecursionError):
             if not isinstance(value := json.loads(line), str):
@@ -177,10 +177,10 @@ class Commands:
     async def _start(
         self, access: Access, row: str, files: contextlib.ExitStack
     ) -> tuple[asyncio.subprocess.Process, IO[bytes]]:
-        """Starts a program; returns it and the file into which it prints.
+        """Starts a program. Returns its process and the file that receives its output.
 
-        Files are used instead of pipes, because a program need not read its row, the capacity of a
-        pipe is small, and processes that the program leaves behind would keep a pipe open.
+        Files are used instead of pipes because a program need not read its row from standard input,
+        a pipe holds little, and processes that the program leaves behind would keep a pipe open.
         """
         environment = self._environment() | access.variables()
         try:
@@ -290,7 +290,7 @@ class Functions:
 
 
 def reward_of(result: Any) -> float | None:
-    """Reads the reward from what a program returned; raises EnvironmentFailed for anything else."""
+    """Returns the reward in a program's result, perhaps None. Raises EnvironmentFailed if it is invalid."""
     value = result.get("reward") if isinstance(result, dict) else result
     if value is None:
         return None
@@ -302,6 +302,6 @@ def reward_of(result: Any) -> float | None:
 
 
 def finite_number(value: Any) -> float | None:
-    """Returns a number as a float; None for anything else, and for what is too large for a reward."""
+    """Returns a number as a float, or None if it is not a number or too large for a reward."""
     is_reward = isinstance(value, int | float) and abs(value) <= LARGEST_REWARD
     return float(value) if is_reward else None

@@ -21,7 +21,7 @@ from torchtitan.grpo.rollout.agents.transcript import Message
 
 
 def read(body: Mapping[str, Any], earlier: list[Message]) -> ModelRequest:
-    """``earlier`` is the conversation of ``previous_response_id``, without its instructions."""
+    """Parses a body. ``earlier``: the conversation of ``previous_response_id`` without instructions."""
     given = body.get("instructions")
     text = read_text({"content": given}, "instructions")
     system: list[Message] = [{"role": "system", "content": text}] if given else []
@@ -48,7 +48,7 @@ def read_items(value: Any) -> list[Message]:
 
 
 def _read_item(item: Any, messages: list[Message], param: str) -> None:
-    """Appends an item. The text and the calls of one answer are several items, but become one message."""
+    """Appends an item to ``messages``. The items of one answer, its text and calls, become one message."""
     kind = item.get("type", "message") if isinstance(item, dict) else None
     if kind == "message":
         role = str(item.get("role"))

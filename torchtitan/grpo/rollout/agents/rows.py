@@ -1,11 +1,11 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The training rows of one episode, in exactly the tokens that servers were sent and wrote.
+"""The training rows of one episode, with exactly the tokens that servers received and generated.
 
-A request whose context begins with all tokens of a row continues that row. Any other one begins a
-row with its whole context, of which nothing is trained. So each token that the model wrote is
-trained once, in the row of the request that it answered::
+A request whose context begins with all tokens of a row continues that row. Any other request begins
+a row with its whole context, which is not trained on. So each token that the model wrote is
+trained on once, in the row of the request that it answered::
 
     requests  q -> a          q a o -> b      (continues)      q a p -> c    (a branch)
     rows      q [a] o [b]                                      q a p [c]
@@ -26,7 +26,7 @@ from torchtitan.grpo.types import (
 
 @dataclass(eq=False)
 class Row:
-    """``token_ids`` are all tokens of the row; ``whole`` lacks the prompt of the data set.
+    """One training row. ``token_ids`` are all its tokens, ``whole`` those after the data set's prompt.
 
     ``rewarded`` is the id of the answer for which ``reward`` was given.
     """
@@ -39,7 +39,7 @@ class Row:
 
 
 class EpisodeRows:
-    """A completion whose rows grow side by side. ``prompt_ids`` are the prompt of its group."""
+    """The rows of one completion, which grow in parallel. ``prompt_ids`` are the prompt of its group."""
 
     def __init__(self, prompt_ids: list[int]) -> None:
         self._prompt_ids = prompt_ids
@@ -50,8 +50,8 @@ class EpisodeRows:
     def place(self, context: list[int]) -> Row:
         """Returns the row that a request with this context continues, or a new one.
 
-        The row is busy until :meth:`add` or :meth:`release`: meanwhile, another request with the same
-        context begins a new row.
+        The row is busy until :meth:`add` or :meth:`release` is called. Meanwhile, another request with
+        the same context begins a new row.
         """
         free = [row for row in self._rows() if not row.is_busy]
         fitting = [row for row in free if context[: len(row.token_ids)] == row.token_ids]
@@ -60,7 +60,7 @@ class EpisodeRows:
         return row
 
     def add(self, row: Row, context: list[int], answer: Generation) -> None:
-        """Appends what the model was shown since the row's end, and what it then wrote."""
+        """Extends a row by the rest of a request's context and by the model's answer."""
         row.whole = _longer(row, context, answer)
         row.token_ids = [*context, *answer.token_ids.tolist()]
         row.is_busy = False
@@ -141,10 +141,10 @@ def part_of(whole: Generation, start: int, end: int) -> Generation:
 
 
 class Replay:
-    """What an interrupted episode wrote, for use when it begins again and sends the same requests.
+    """The answers of an interrupted episode, for reuse when it begins again and sends the same requests.
 
-    A turn ends with a stop token, because no server generates past one, or before a token that was
-    not sampled::
+    A turn ends with a stop token, because no server generates more after one, or before a token that
+    was not sampled::
 
         token_ids   3 * 4 = 1 2 . <eos>
         sampled     1 1 1 1 0 0 1 1
@@ -164,9 +164,9 @@ class Replay:
         self._ids = ids
 
     def answer(self, context: list[int]) -> Generation | None:
-        """Returns the turn, or its beginning, that was written after this context.
+        """Returns the turn, complete or not, that the interrupted episode wrote after this context.
 
-        None if there is none, or if an earlier context had none: from there on, all is written anew.
+        Returns None if there is none, and from then on always: all later turns are generated anew.
         """
         for before, start, end in self._rows if self._num_left and not self.has_diverged else ():
             place = start + len(context) - len(before)

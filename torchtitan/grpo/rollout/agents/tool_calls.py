@@ -1,10 +1,10 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Reads the tool calls that a model wrote, in the form in which its chat template writes them.
+"""Parses the tool calls that a model wrote, in the format of its chat template.
 
-The form is found by letting the template render a call. What cannot be read as a whole call stays
-text.
+The format is detected by letting the template render a call. What cannot be parsed as a complete
+call remains text.
 
 Qwen3-Coder writes calls whose values are text without quotes:
 
@@ -12,7 +12,7 @@ Qwen3-Coder writes calls whose values are text without quotes:
 
 A value may quote such tags. Where a text can be read in two ways, these readings win:
 
-- A function that is quoted in a value has its own end. If no end is left for the call, it was cut.
+- A function that is quoted in a value has its own end tags. A call that is left without any was cut off.
 - A function ends at the last possible end before the next function begins. Three end tags in a row
   win over two, and an end at the beginning of a line wins over one inside a line. Two end tags inside
   a line count only if another call or the end of the text follows.
@@ -72,7 +72,7 @@ def read_function(begin: re.Match[str], schemas: Mapping[str, Any]) -> tuple[str
 
 
 def _tags_of(text: str, place: int) -> tuple[list[re.Match[str]], re.Match[str]]:
-    """Returns the tags of a function's values, and its end."""
+    """Returns the tags of a function's values, and the tag that ends the function."""
     tags, depth = [], 0  # depth: of functions that a value quotes
     most, count, last = 0, 0, None
     for tag in _TAG.finditer(text, place):
@@ -97,7 +97,7 @@ def _tags_of(text: str, place: int) -> tuple[list[re.Match[str]], re.Match[str]]
 
 
 def _typed(value: str, kinds: set[str]) -> Any:
-    """Reads a value of one of the types ``kinds``. It stays text if there are none, or if text fits best."""
+    """Converts a value to one of the JSON types ``kinds``, or keeps it as text if that fits best."""
     if kinds <= _TEXT:
         return value
     try:
@@ -110,7 +110,7 @@ def _typed(value: str, kinds: set[str]) -> Any:
 
 
 def _literal(text: str) -> Any:
-    """Reads JSON, or a Python literal, because some templates print values as Python does."""
+    """Parses JSON or a Python literal. Some templates print values in the form of Python."""
     try:
         return strict_json.loads(_LITERALS.get(text.lower(), text))
     except ValueError:
@@ -120,7 +120,7 @@ def _literal(text: str) -> Any:
 
 
 def _kinds_of(schema: Any, root: Any, depth: int = 0) -> set[str]:
-    """The types that a schema allows; none if it does not say."""
+    """The JSON types that a schema allows, or an empty set if it does not name any."""
     if not isinstance(schema, dict) or depth > _MOST_REFERENCES:
         return set()
     names = schema.get("type")
@@ -139,7 +139,7 @@ def _kinds_of(schema: Any, root: Any, depth: int = 0) -> set[str]:
 
 
 def _get(value: Any, key: str) -> Any:
-    """Returns a part of a schema. None if ``value`` is no object: a client may send a schema of any form."""
+    """Returns a part of a schema, or None if ``value`` is no object: clients may send malformed schemas."""
     return value.get(key) if isinstance(value, dict) else None
 
 
@@ -176,7 +176,7 @@ _Read = Callable[[re.Match[str], Sequence[dict[str, Any]]], tuple[list[ToolCall]
 
 
 def parser_of(template: ChatTemplate) -> Parser | None:
-    """Returns the parser of the template's calls; None if it writes no calls, or in an unknown form."""
+    """Returns the parser of a template's calls, or None if it renders none or in an unknown format."""
     function = {"name": _NAME, "arguments": _ARGUMENTS}
     call = {"id": "abcdefghi", "type": "function", "function": function}
     begin = [{"role": "user", "content": "?"}]
@@ -211,7 +211,7 @@ def _cut_out(
 
 
 def _json_form(begin: str, end: str) -> Parser:
-    """Makes a parser of calls in JSON between two patterns; ``begin`` may have a name and an id."""
+    """Makes a parser of JSON calls between two patterns. ``begin`` may have groups ``name`` and ``id``."""
     ends = re.compile(end)
 
     def read(found: re.Match[str], tools: object) -> tuple[list[ToolCall], int]:
@@ -238,7 +238,7 @@ def _read_functions(
 
 
 def _parse_plain(text: str, tools: Sequence[dict[str, Any]]) -> ParsedAnswer:
-    """JSON without end marks is a call only if it names a given tool and has arguments."""
+    """Parses JSON calls without end marks. They count only if they name a given tool and have arguments."""
     names = [tool["function"]["name"] for tool in tools]
     is_json = text.lstrip().startswith(("{", "["))
     before = "" if is_json else text.partition("<|python_tag|>")[0]
@@ -287,7 +287,7 @@ PARSERS: dict[str, Parser] = {
 
 
 def _calls(value: Any, names: Collection[str] | None = None) -> list[ToolCall]:
-    """Reads a call, or a list. Raises ValueError, with ``names`` also for calls of other functions."""
+    """Converts JSON to calls. Raises ValueError if one is invalid or calls a function not in ``names``."""
     found = [_call(one, names) for one in (value if isinstance(value, list) else [value])]
     if not found:
         raise ValueError("there is no call")

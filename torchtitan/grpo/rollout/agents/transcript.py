@@ -34,10 +34,10 @@ Tools = Sequence[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Context:
-    """What a request shows to the model: the conversation ``turn``, if there is one, and then ``text``.
+    """The model's input for one request: the conversation ``turn``, if there is one, and then ``text``.
 
-    ``is_known`` says that it begins with an earlier conversation or repeats an earlier request.
-    ``thinking`` is the state of the model's thinking.
+    ``is_known``: whether the request continues an earlier conversation or repeats an earlier request.
+    ``thinking`` is the state of the model's thinking, as described in the module's docstring.
     """
 
     token_ids: list[int]
@@ -51,8 +51,8 @@ class Context:
 class Turn:
     """A conversation that ends with a turn of the model.
 
-    Only what follows the conversation ``before`` is stored here. An episode of many requests would
-    otherwise store its first tokens once for each of them.
+    Only what follows the conversation ``before`` is stored here. Otherwise, an episode would store
+    its first tokens again for each request.
     """
 
     before: "Turn | None"
@@ -65,7 +65,7 @@ class Turn:
         return np.concatenate([part.own_ids for part in self.parts()]).tolist()
 
     def rest_of(self, text: str) -> str | None:
-        """Returns the part of a text after this conversation; None if the text does not begin with it."""
+        """Returns the rest of a text that begins with this conversation, or None if it does not."""
         place = 0
         for part in self.parts():
             if not text.startswith(part.own_text, place):
@@ -74,7 +74,7 @@ class Turn:
         return text[place:]
 
     def parts(self) -> list["Turn"]:
-        """Returns the chain of ``before``, from the first turn to this one."""
+        """Follows the links ``before``, and returns the turns from the first to this one."""
         parts, part = [], self
         while part is not None:
             parts.append(part)
@@ -83,7 +83,7 @@ class Turn:
 
 
 class Transcript:
-    """The conversations of one episode. ``templated`` is ``rollout.earlier_turns = "as_templated"``."""
+    """The conversations of one episode. ``templated``: ``rollout.earlier_turns`` is ``"as_templated"``."""
 
     def __init__(self, codec: TextCodec, *, templated: bool = False) -> None:
         self._codec, self._templated = codec, templated
@@ -94,7 +94,7 @@ class Transcript:
     def context(
         self, messages: Sequence[Message], tools: Tools = (), *, continues: bool = False
     ) -> Context:
-        """Returns the context of the next message; with ``continues``, of the rest of the last one.
+        """Returns the context for the next message or, with ``continues``, for the rest of the last one.
 
         Raises ValueError if the chat template cannot render the messages.
         """
@@ -119,10 +119,11 @@ class Transcript:
     def context_behind(
         self, turn: Turn, messages: Sequence[Message], behind: Sequence[Message], tools: Tools = ()
     ) -> Context:
-        """Returns the context of the message after ``behind``; ``turn`` ends with the last of ``messages``.
+        """Returns the context for the model's answer to ``behind``.
 
-        It begins with the tokens of ``turn`` if the template can render ``behind`` alone or, with
-        ``templated``, if the template would still render the text of ``turn`` unchanged.
+        ``turn`` has the tokens of ``messages``, which ``behind`` follows. The context begins with these
+        tokens if the template can render ``behind`` alone or, with ``templated``, if the template would
+        still render the text of ``turn`` unchanged.
         """
         if not self._templated:
             last = turn.own_ids[-1:].tolist()
@@ -148,7 +149,7 @@ class Transcript:
         *,
         is_cut: bool = False,
     ) -> None:
-        """Notes what the model wrote: the last of ``messages``, or the rest of a plain text."""
+        """Records what the model wrote: the last of ``messages``, or the continuation of a plain text."""
         turn = self.turn(context, turn_ids, is_cut=is_cut)
         if messages is None:
             self._of_text.append(turn)
@@ -156,7 +157,7 @@ class Transcript:
             self._of_messages[_digests(messages, tools)[-1]] = turn
 
     def turn(self, context: Context, turn_ids: list[int], *, is_cut: bool = False) -> Turn:
-        """Returns the conversation that a context and the model's tokens after it make up."""
+        """Returns the conversation that consists of a context and the tokens that the model wrote next."""
         written = self._codec.decode_exactly(turn_ids)
         num_before = sum(len(part.own_ids) for part in context.turn.parts()) if context.turn else 0
         return Turn(
@@ -177,7 +178,7 @@ class Transcript:
 
 
 def _digests(messages: Sequence[Message], tools: Tools) -> list[bytes]:
-    """Returns a digest of each prefix of a conversation, of only what matters to `_meaning`."""
+    """Returns a digest of each prefix of a conversation, computed from the `_meaning` of its messages."""
     running = hashlib.blake2b(
         json.dumps(list(tools), sort_keys=True, allow_nan=True).encode(), digest_size=16
     )
@@ -201,7 +202,7 @@ def _meaning(message: Message) -> str:
 
 
 def _number(text: str) -> float:
-    """All numbers are floats, as JavaScript and others hold them."""
+    """Parses any number as a float, because JavaScript and others do not tell ``1`` from ``1.0``."""
     return float(text) + 0.0  # not -0.0
 
 
@@ -210,7 +211,7 @@ THINKING_MARKS = (*_TAGS, *_TAGS.values())
 
 
 def opened_by(shown: str) -> str | None:
-    """Returns the state of thinking after ``shown``, which ends where the template opens the model's turn."""
+    """Returns the state of thinking at the start of the model's turn, after the rendered text ``shown``."""
     shown = shown.rstrip()
     if shown.endswith(tuple(_TAGS.values())):
         return ""  # the template has switched thinking off
@@ -218,7 +219,7 @@ def opened_by(shown: str) -> str | None:
 
 
 def divided(written: str, state: str | None) -> tuple[str, str, str | None]:
-    """Divides what the model wrote: returns the thinking, the answer, and the state of thinking after it."""
+    """Splits what the model wrote. Returns the thinking, the answer, and the state of thinking afterwards."""
     text = written.lstrip()
     for begin, end in _TAGS.items():
         if text.startswith(begin) and state in (None, end):

@@ -10,9 +10,9 @@
     function = "verifiers"
     options = { taskset = { id = "my-taskset" } }
 
-The second line writes the tasks as a file for ``prompts.path``. The options are those of the package's
-``[env]`` table. The harness of an environment asks the model through the endpoint. All the
-environment's rewards add up to the reward of the episode.
+The second command writes the tasks to a file for ``prompts.path``. The options are those of the
+package's ``[env]`` table. The harness of an environment sends its requests to the run's endpoint. The
+reward of an episode is the sum of the environment's rewards.
 """
 
 import argparse
@@ -30,7 +30,7 @@ _numbers = itertools.count()
 
 
 async def run(client: Any, row: dict[str, Any], **options: Any) -> float:
-    """Plays one task; raises RuntimeError if the environment or its harness failed."""
+    """Plays one task and returns its reward. Raises RuntimeError if the environment or its harness failed."""
     clients = _module("clients")
     environment = _load(options)
     kind = type(environment.taskset).task_type()

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Generates the completions that programs or environments drive; replaces `TrajectoryWriter` for them."""
+"""Generates completions driven by programs or environments. The others come from `TrajectoryWriter`."""
 
 import asyncio
 import sys
@@ -37,10 +37,11 @@ _START_SECONDS, _STARTING_SECONDS = 300.0, 30.0
 
 @dataclass(frozen=True)
 class Agents:
-    """The programs of a run, the endpoint where they reach the model, and a limit for those that start.
+    """The programs of a run, and the endpoint where they reach the model.
 
     An episode may take ``start_seconds`` until its first request, and ``own_seconds`` after it, not
-    counting the model's time. ``goes_on`` is False: an interrupted episode begins anew.
+    counting the model's time. ``starting`` limits how many programs start at once. ``goes_on`` is
+    False: an interrupted episode begins anew.
     """
 
     endpoint: AgentEndpoint
@@ -216,7 +217,7 @@ class EpisodeWriter:
             await asyncio.wait({program})  # killing a process takes milliseconds
 
     async def _result(self, program: "asyncio.Task[object]", episode: AgentEpisode) -> object:
-        """Returns a program's result. Raises EnvironmentFailed after a time limit, and ServerError."""
+        """Waits for a program's result. Raises EnvironmentFailed at a time limit, or the ServerError."""
         while not program.done():
             has_asked = episode.asked.done()
             limit = self._players.own_seconds if has_asked else self._players.start_seconds
