@@ -3,9 +3,9 @@
 
 """Lets each rank fetch its own rollouts (``prompts.single_rank_load = false``).
 
-Rank 0 receives a batch without its arrays, plans it, and tells each rank which rollouts it
-needs. The rollout process holds the arrays until rank 0 asks for the next batch, once all ranks
-have trained on this one. Requests without the run's secret are ignored.
+Rank 0 receives a batch without its arrays, assigns its rollouts to the ranks, and tells each rank which
+ones to fetch. The rollout process holds the arrays until rank 0 asks for the next batch, which it does
+once all ranks have trained on this one. Requests without the run's secret are ignored.
 """
 
 import secrets
@@ -27,25 +27,25 @@ _MAX_REQUEST_BYTES = 16 * 2**20
 
 
 class FetchRequest(msgspec.Struct):
-    """``positions`` are the indices of the requested rollouts in the whole batch."""
+    """A rank requests rollouts. ``positions`` are their indices in the whole batch."""
 
     version: int
     positions: list[int]
 
 
 class FetchAnswer(msgspec.Struct):
-    """The header of the packed rollouts, whose arrays follow in the next frame, or an ``error``."""
+    """The header of the packed rollouts, or an ``error``. The arrays follow in the next frame."""
 
     rollouts: msgspec.Raw = msgspec.Raw(b"\xc0")
     error: str = ""
 
 
 class FetchFailed(RuntimeError):
-    """A rank does not receive its rollouts."""
+    """A rank did not receive its rollouts, because of a timeout or a refusal."""
 
 
 class BatchHolder:
-    """Holds the arrays of the current batch and sends them to ranks. All ranks must reach ``host``."""
+    """Serves the arrays of the current batch to ranks, at the address ``host``, which all can reach."""
 
     def __init__(self, context: zmq.asyncio.Context, host: str, secret: str) -> None:
         self._secret = secret.encode()

@@ -1,10 +1,10 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The model's chat template, which must print everything that was said, and always the same way.
+"""Renders the model's chat template, and checks that it prints messages in full, the same way each time.
 
-A template may loop forever or fill the memory. It is therefore rendered in another process, under
-limits of time, memory and length of text. This process then need not import transformers either.
+A template may loop forever or fill the memory. It is therefore rendered in a worker process, under
+limits of time, memory and length of text. So only the worker process has to import transformers.
 """
 
 import asyncio
@@ -54,7 +54,7 @@ _MEDIA = re.compile(r"(input_)?(image|audio|video)s?(_(url|path|file|byte|\d+)s?
 
 
 def text_of(message: Mapping[str, Any]) -> Any:
-    """Returns a message's content, its parts joined. Raises ValueError naming a part that is not text."""
+    """Returns a message's content, with a list of parts joined. Raises ValueError if a part is not text."""
     if media := media_in(message):
         raise ValueError(repr(media))
     content = message.get("content")
@@ -71,12 +71,12 @@ def text_of(message: Mapping[str, Any]) -> Any:
 
 
 def media_in(values: Mapping[str, Any]) -> str | None:
-    """Returns the first key that names images, audio or video and has a value."""
+    """Returns the first key that names images, audio or video and has a value, or None."""
     return next((key for key, value in values.items() if value and _MEDIA.fullmatch(key)), None)
 
 
 def tools_of(columns: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns the functions in a row's column ``tools``, which may be JSON. Raises ValueError."""
+    """Returns the functions in a row's column ``tools``, a list or its JSON. Raises ValueError otherwise."""
     tools = columns.get("tools") or []
     with contextlib.suppress(ValueError, RecursionError):
         tools = json.loads(tools) or [] if isinstance(tools, str) else tools
@@ -89,18 +89,18 @@ def tools_of(columns: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 class LeftOut(ValueError):
-    """The template does not print what a message says."""
+    """The chat template does not print all text or tool calls of a message."""
 
 
 class ChatTemplate:
     """Renders conversations with the template of a model directory.
 
-    A template silently drops messages of a role that it does not know, such as system or tool. When
-    a conversation has a new pair of adjacent kinds of messages, or begins or ends with a new kind, the
-    same messages are therefore rendered with artificial text, all of whose words must be printed.
+    A template silently drops messages of a role that it does not know, such as system or tool. To
+    find out, a conversation with a new pair of adjacent kinds of messages, or a new kind at its begin
+    or end, is also rendered with artificial words in place of its text, which must all be printed.
 
-    ``date`` is the fixed current time for the template, in ISO format (empty: the time of this call).
-    Matches of ``special`` in tools and messages, except the assistant's, are marked as plain text.
+    ``date`` is what the template prints as the current time, in ISO format (empty: now). Matches of
+    ``special``, in tools and in messages other than the assistant's, are marked as plain text.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class ChatTemplate:
 
     @property
     def date(self) -> str:
-        """The day that the template prints as today's; empty if it prints none."""
+        """The date that the template prints as today's date, or an empty string if it prints none."""
         return self._date[:10] if "strftime_now" in self._source else ""
 
     def render(self, messages: Messages, *, opens_turn: bool = True, tools: Messages = ()) -> str:
@@ -213,7 +213,7 @@ class ChatTemplate:
         return template
 
     def reads(self, name: str) -> bool:
-        """Whether the template mentions a variable."""
+        """Whether the template mentions the variable ``name``."""
         return re.search(rf"\b{re.escape(name)}\b", self._source) is not None
 
     def _check_roles(self, messages: Messages) -> bool:
@@ -250,10 +250,10 @@ def marked_plain(special: re.Pattern[str], value: Any) -> Any:
 
 
 def _forms_of_calls(messages: Messages) -> Iterator[Messages]:
-    """Yields messages as they are and, if there are tool calls, in the two forms that templates expect.
+    """Yields the messages as they are and, if there are tool calls, in the two forms of these in use.
 
-    Beside calls without text, most templates expect empty content and arguments that are objects;
-    DeepSeek's expect null content and arguments that are strings.
+    In a message with tool calls but no text, most templates expect empty content, and arguments that
+    are objects. Those of DeepSeek expect null content, and arguments that are strings.
     """
     yield [{key: of_key for key, of_key in m.items() if of_key is not None} for m in messages]
     if any(message.get("tool_calls") for message in messages):
@@ -264,7 +264,7 @@ def _forms_of_calls(messages: Messages) -> Iterator[Messages]:
 def _formed(
     message: dict[str, Any], empty: str | None, kind: type, form: Callable[[Any], Any]
 ) -> dict[str, Any]:
-    """Returns a message with the arguments of its calls converted by ``form`` if they are a ``kind``."""
+    """Returns a message in which ``form`` has converted all arguments of calls that are of type ``kind``."""
     calls = []
     for call, function in _calls(message):
         with contextlib.suppress(ValueError):  # text that is no JSON stays as it is
@@ -284,21 +284,21 @@ def _calls(message: Mapping[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
 
 
 def _quotes_arguments(messages: Messages, text: str) -> bool:
-    """Whether the template has printed arguments, given as a string of JSON, as a quoted string."""
+    """Whether the template has printed a JSON string of arguments as a string within quotes."""
     functions = [function for message in messages for _, function in _calls(message)]
     given = [function.get("arguments") for function in functions]
     return any(isinstance(one, str) and _as_json(one) in text for one in given)
 
 
 def _shape(message: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Everything besides the text by which a template may tell messages apart."""
+    """The properties of a message, other than its text, that a template may depend on."""
     num_calls, content = len(list(_calls(message))), message.get("content")
     kind = len(content) if isinstance(content, list) else type(content)
     return message.get("role"), kind, bool(content), num_calls, *sorted(message)
 
 
 def _probed(message: Mapping[str, Any], position: int) -> dict[str, Any]:
-    """Replaces the text of a message by words that no template contains."""
+    """Replaces the text and the called functions of a message by words that no template contains."""
     words = (f"qzv{position}k{number}q" for number in itertools.count())
     probe = dict(message)
     if isinstance(content := probe.get("content"), list):
@@ -338,8 +338,8 @@ class _TemplateProcess:
     def ask(self, request: dict[str, Any]) -> str | None:
         """Returns the rendered text.
 
-        Raises ``ValueError`` if the tokenizer cannot be loaded, or the template fails or reaches a limit;
-        ``TimeoutError`` without an answer; and ``RuntimeError`` if the worker ends twice.
+        Raises ``ValueError`` if the tokenizer cannot be loaded, or the template fails or reaches a limit.
+        Raises ``TimeoutError`` if the worker does not answer, and ``RuntimeError`` if it ends twice.
         """
         said = len(str([request["messages"], request["tools"]]))
         limits = {
@@ -364,7 +364,7 @@ class _TemplateProcess:
         return found["text"]
 
     def close(self) -> None:
-        """Ends the worker, also while another thread waits for it."""
+        """Kills the worker, even if another thread is waiting for its answer."""
         if self._worker is not None:
             self._wait(self._worker.kill(), _EXIT_SECONDS)
         self._loop.call_soon_threadsafe(self._loop.stop)

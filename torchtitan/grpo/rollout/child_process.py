@@ -26,9 +26,10 @@ from torchtitan.grpo.system.monitoring.addresses import KEY_VARIABLE
 def start_process(
     module: str, folder: Path, config: RolloutProcessConfig, log_file: Path
 ) -> tuple[subprocess.Popen, str]:
-    """Starts a module with ``folder`` as argument. Returns the process and its ``RUN_VARIABLE``.
+    """Runs a module in a new process, with ``folder`` as argument.
 
-    All processes that it starts inherit this variable, by which :func:`end_process` finds them.
+    Returns the process and the value of its variable ``RUN_VARIABLE``. All its descendants inherit the
+    variable, by which :func:`end_process` finds them.
     """
     environ = child_environment(config, os.environ)
     command = [*LIGHT_PYTHON, module, str(folder)]
@@ -36,13 +37,13 @@ def start_process(
 
 
 def end_process(child: subprocess.Popen, mark: str, grace_seconds: float = 3.0) -> None:
-    """Ends the process, and the processes of user code that it left running if it was killed."""
+    """Ends ``child``, and all processes with the ``RUN_VARIABLE`` ``mark`` that it has left running."""
     stop_children([child], grace_seconds)
     end_marked(mark)
 
 
 def child_environment(config: RolloutProcessConfig, environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables of ``environ`` that the process may see, and a new ``RUN_VARIABLE``."""
+    """Returns the variables of ``environ`` that a rollout process may see, and a new ``RUN_VARIABLE``."""
     own = [API_KEY_VARIABLE, ADMIN_KEY_VARIABLE, *config.workers.pass_variables]
     own += [TEACHER_KEY_VARIABLE] if config.teacher.urls else []
     own += [KEY_VARIABLE] if config.monitor_host else []

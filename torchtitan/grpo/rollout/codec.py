@@ -22,7 +22,10 @@ _ALIGNMENT = 8
 
 
 class _Array(msgspec.Struct, array_like=True):
-    """``shared`` is the index of an earlier identical array, or -1. Arrays not ``sent`` are read as zeros."""
+    """An array in the header. ``shared`` is the index of an earlier array that is the same object, or -1.
+
+    An array that is not ``sent`` is read as zeros.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -36,7 +39,7 @@ class Packed(msgspec.Struct):
 
 
 def pack(value: Any, is_sent: Callable[[np.ndarray], bool] = lambda array: True) -> Packed:
-    """Packs a value; arrays for which ``is_sent`` returns False become zeros."""
+    """Packs a value. Arrays for which ``is_sent`` returns False are left out and unpacked as zeros."""
     positions: dict[int, int] = {}
     parts: list[bytes | memoryview] = []
 
@@ -59,7 +62,7 @@ def pack(value: Any, is_sent: Callable[[np.ndarray], bool] = lambda array: True)
 def unpack(packed: Packed, kind: type[_Value]) -> _Value:
     """Reverses :func:`pack`. The arrays are views of the bytes, and therefore read-only.
 
-    Raises ``ValueError`` if the header does not describe a ``kind``, or the arrays do not match it.
+    Raises ``ValueError`` if the header does not describe a ``kind``, or the arrays do not fit the header.
     """
     found: list[np.ndarray] = []
     position = 0
@@ -89,9 +92,9 @@ def unpack(packed: Packed, kind: type[_Value]) -> _Value:
 
 
 def pack_without_arrays(groups: Sequence[RolloutGroup], num_samples: int) -> Packed:
-    """Packs groups for a rank that plans them and logs the first ``num_samples``.
+    """Packs groups for rank 0, which plans the batch and logs the first ``num_samples`` groups.
 
-    Of the arrays, only masks and the token ids of the groups to log are sent.
+    Only two kinds of arrays are included: boolean masks, and the token ids of the groups to log.
     """
     logged = [r for group in groups[:num_samples] for r in (*group.rollouts, *group.left_out)]
     kept: Collection[int] = {id(a) for r in logged for a in (r.prompt_ids, r.token_ids)}

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Rules for every completion that is trained on, whether a server or a file brought it."""
+"""Checks for every completion that is trained on, whether it came from a server or from a file."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -20,7 +20,7 @@ from torchtitan.grpo.types import Generation, NewRows, Rollout, VersionSegment, 
 
 
 def rollout_problem(rollout: Rollout, *, vocab_size: int, row_len: int) -> str | None:
-    """Returns what is wrong with a rollout, as the rest of a sentence, or None."""
+    """Returns what is wrong with a rollout, as a clause for an error message, or None."""
     prompt = rollout.prompt_ids
     if not (len(prompt) and prompt.min() >= 0 and prompt.max() < vocab_size):
         return f"the prompt must have token ids in [0, {vocab_size}), the model's vocabulary"
@@ -41,7 +41,7 @@ def reward_problem(rewards: Sequence[float | None]) -> str | None:
 
 
 def completion_problem(one: Generation, vocab_size: int) -> str | None:
-    """Returns what is wrong with a completion, as the rest of a sentence, or None."""
+    """Returns what is wrong with a completion, as a clause for an error message, or None."""
     ids, num_tokens = one.token_ids, len(one.token_ids)
     if num_tokens == 0:
         return "it has no token"
@@ -75,7 +75,7 @@ def length_problem(num_prompt: int, one: Generation, row_len: int) -> str | None
 
 
 def longest_sequence(num_prompt: int, num_completion: int, new_rows: NewRows) -> int:
-    """The length of a rollout's longest sequence, in tokens."""
+    """The length in tokens of a rollout's longest training row. Each of ``new_rows`` begins a row."""
     borders = [0, *(start for start, _ in new_rows), num_completion]
     lengths = [end - start for start, end in pairwise(borders)]
     return max(num_prompt + lengths[0], *lengths[1:], 0)

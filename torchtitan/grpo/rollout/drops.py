@@ -1,10 +1,10 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Counts and announces what a run drops, so that nothing is lost in silence.
+"""Counts and announces what a run drops, such as groups or prompts, so that nothing is lost in silence.
 
-The first of each kind is announced at once, with its reason, and the others are logged. The
-counts since the last batch are metrics, and those of the whole run are its summary.
+The first drop of each kind is announced at once, with its reason, and the others are logged. The counts
+since the last batch are reported as metrics, and the counts of the whole run in its summary.
 """
 
 import logging
@@ -26,9 +26,9 @@ _MAX_ANNOUNCED = 3
 
 @dataclass(frozen=True)
 class DropKind:
-    """``words`` name the kind in the step's line and the summary, ``phrase`` in announcements.
+    """Names of a kind of drop: ``words`` in a step's log line and the summary, ``phrase`` in announcements.
 
-    ``name`` is the last part of the metric's name; by default it is made from ``words``.
+    ``name`` is the last part of the metric's name. By default it is made from ``words``.
     """
 
     words: str
@@ -76,7 +76,7 @@ DROP_KINDS: dict[str, DropKind] = {
 
 
 class DropLog:
-    """Announces the first losses of each kind, and counts all losses in ``counts``."""
+    """Announces the first drops of each kind, and counts all drops in ``counts``."""
 
     def __init__(self, announce: Callable[[str], None] | None = None) -> None:
         self.counts: Counter[str] = Counter()
@@ -85,10 +85,10 @@ class DropLog:
         self._last: Counter[str] = Counter()
 
     def record(self, kind: str, reason: str, *, source: str = "", number: int = 1) -> None:
-        """Counts losses of one ``kind``, a key of :data:`DROP_KINDS`.
+        """Counts drops of one ``kind``, a key of :data:`DROP_KINDS`.
 
-        ``source`` is what losses have in common, such as a server. The first loss of each of the first
-        few sources is announced, and the others are logged. ``reason`` is a sentence.
+        ``source`` is where a drop came from, such as a server. For the first few sources of a kind, the
+        first drop is announced. All other drops are logged. ``reason`` is a sentence.
         """
         self.counts[kind] += number
         announced = self._announced[kind]

@@ -40,7 +40,7 @@ _Scoring = asyncio.Task[EvaluatedPrompt | None]
 
 @dataclass(frozen=True)
 class HeldOut:
-    """One opened set of held-out prompts. ``function`` is the index of its reward function in the pool."""
+    """A set of held-out prompts that was loaded. ``function`` indexes the reward functions of the pool."""
 
     name: str
     settings: EvaluationSet
@@ -50,7 +50,7 @@ class HeldOut:
 
 
 class Evaluator:
-    """Runs one evaluation at a time. The writers of the sets must take their server slots from ``room``."""
+    """Runs one evaluation at a time. The writers of the sets must submit their requests to ``room``."""
 
     def __init__(
         self,
@@ -69,9 +69,9 @@ class Evaluator:
         dispatcher.listeners.append(self._has_changed.set)
 
     async def evaluate(self, version: int, pinned: Collection[str] = ()) -> EvaluationResult:
-        """Evaluates once servers serve ``version`` or a newer one.
+        """Evaluates with servers that serve ``version`` or a newer one, and waits for these if necessary.
 
-        Only the servers with the URLs ``pinned`` generate, as long as one of them is there. A
+        Only the servers with the URLs ``pinned`` generate, as long as one of them is part of the run. A
         completion is left out, with a warning, if generation or scoring failed or if its score
         is ``None``. Raises ``RuntimeError`` if no completion of a set received a score.
         """
@@ -89,7 +89,7 @@ class Evaluator:
         )
 
     def progress(self) -> tuple[int, int, int]:
-        """The numbers of finished completions, of completions wanted, and of all tokens so far."""
+        """The numbers of finished completions, of completions wanted, and of tokens generated so far."""
         wanted = sum(len(held.prompts) * held.settings.num_samples for held in self._sets)
         return self._num_done, wanted, self._num_tokens
 
@@ -228,10 +228,10 @@ def _evaluated(text: str, score: float, generation: Generation) -> EvaluatedComp
 def summarize_set(
     name: str, settings: EvaluationSet, prompts: Sequence[EvaluatedPrompt]
 ) -> SetResult:
-    """Returns the figures of one set, from its prompts with a scored completion.
+    """Returns the results of one set, computed from those of its prompts that have a scored completion.
 
-    The score of a prompt is the mean over its scored completions. For pass@k, prompts with fewer
-    than k of these are left out; if no prompt remains, there is no pass@k.
+    The score of a prompt is the mean over its scored completions. Prompts with fewer than k scored
+    completions do not count for pass@k. If that leaves no prompt, there is no pass@k.
     """
     completions = [completion for prompt in prompts for completion in prompt.completions]
     return SetResult(

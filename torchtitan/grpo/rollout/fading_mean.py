@@ -3,7 +3,7 @@
 
 
 class FadingMean:
-    """A mean in which each value counts ``fade`` times as much as the value after it."""
+    """An exponentially weighted mean. Each value has ``fade`` times the weight of the value after it."""
 
     def __init__(self, fade: float) -> None:
         self.value = 0.0

@@ -1,10 +1,10 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Opens everything that the rollout process would, without servers, and says what was found.
+"""Checks the inputs of a run by opening everything that the rollout process would, except servers.
 
-It runs as a separate process, in the same circumstances as the rollout process, and can be killed if
-it takes too long. Its argument is a private directory that contains `config.json` and receives
+The check is a process of its own, with the same environment as the rollout process, so that it can be
+killed if it takes too long. Its argument is a private directory that contains `config.json` and receives
 `report.json`.
 """
 
@@ -36,7 +36,7 @@ PROGRESS_FILE = "progress.txt"
 
 
 class InputReport(msgspec.Struct):
-    """``lines`` say what was opened, and ``error`` is the error with which the run would end."""
+    """The findings. ``lines`` say what was opened, and ``error`` is the error that would end the run."""
 
     lines: list[str] = []
     warnings: list[str] = []
@@ -44,7 +44,7 @@ class InputReport(msgspec.Struct):
 
 
 async def check(config: RolloutProcessConfig, say: Callable[[str], object]) -> InputReport:
-    """Opens and closes the inputs of a run. ``say`` is called with the progress of long checks."""
+    """Opens, checks and closes the inputs of a run. ``say`` is called with the progress of long checks."""
     announced: list[str] = []
     session = RolloutSession(config, announced.append, say)
     try:

@@ -39,10 +39,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class EnvironmentInputs:
-    """The opened inputs of one environment; ``config`` is its whole configuration.
+    """The opened inputs of one environment. ``config`` is the configuration with its own settings.
 
-    ``examples`` are the first prompts of each of its sets, at least one per set. ``rewards`` are the
-    values of its reward functions for the first prompt of each set and an empty completion.
+    ``examples`` are the first prompts of each of its prompt sets, at least one per set. ``rewards`` are
+    the values of its reward functions for an empty completion of the first prompt of each set.
     """
 
     name: str
@@ -59,7 +59,7 @@ class EnvironmentInputs:
         return own_key(self.name, setting)
 
     def columns(self) -> dict[str, list[float]]:
-        """Example values of the columns that episodes add for reward functions, for checks."""
+        """Example values, for checks, of the columns that episodes add to those of reward functions."""
         return {"environment_reward": [0.0]} if self.config.has_episodes else {}
 
     async def start(self, drops: DropLog) -> None:
@@ -76,7 +76,7 @@ class EnvironmentInputs:
 
 
 class Inputs:
-    """The inputs of a run, or of an evaluation without a run, and the workers that judge them.
+    """The inputs of a run, or of an evaluation without a run, and the workers for reward functions.
 
     ``say`` is called with the progress of long checks of the prompts, and ``warn`` with each finding
     that the user should know about. :meth:`close` may be called at any time. In an evaluation,
@@ -84,7 +84,7 @@ class Inputs:
 
     ``scores`` has the score of an empty completion for each set of the evaluation. ``pool`` has the
     reward functions of all environments, followed by each ``rollout.should_accept``. The evaluation
-    has workers of its own, because a slow function must not keep rollouts waiting.
+    has a pool of its own, because a slow function must not keep rollouts waiting.
     """
 
     codec: TextCodec
@@ -108,7 +108,7 @@ class Inputs:
         self.warnings: list[str] = []
 
     async def open(self, pending: Sequence[int]) -> None:
-        """The stream returns the prompts ``pending`` first."""
+        """Opens the inputs of a run. The prompt stream then returns the prompts ``pending`` first."""
         config = self._config
         self.codec = codec = await asyncio.to_thread(make_codec, config)
         self.stream, examples = await asyncio.to_thread(
@@ -209,7 +209,7 @@ class Inputs:
         return pool
 
     def _warn(self, warnings: Iterable[str]) -> None:
-        """Passes on each warning once, even if several environments cause it."""
+        """Reports each warning once, even if several environments cause it."""
         for warning in warnings:
             if warning not in self.warnings:
                 self._warn_user(warning)
@@ -272,7 +272,7 @@ def _examples(prompts: PromptSet) -> list[Prompt]:
 def open_held_out(
     config: RolloutProcessConfig, codec: TextCodec, drops: DropLog
 ) -> dict[str, list[Prompt]]:
-    """The held-out prompts of each set of ``[evaluation]``, by the set's name."""
+    """Loads the held-out prompts. Returns those of each set of ``[evaluation]``, by the set's name."""
     found, owns = {}, environments_of(config)
     for name, settings in evaluation_sets(config.evaluation).items():
         assert settings.path is not None, "a set without a path is refused by the checks"

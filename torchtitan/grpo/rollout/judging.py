@@ -3,8 +3,8 @@
 
 """Decides which rollouts of a group are trained on, or why the whole group is not.
 
-All filters are off by default. Dynamic sampling drops groups whose rewards are all equal, which
-have no advantage, and refills the batch with other groups (DAPO, Yu et al. 2025,
+All filters are off by default. Dynamic sampling drops groups whose rewards are all equal, so that
+all advantages are 0, and refills the batch with other groups (DAPO, Yu et al. 2025,
 https://arxiv.org/abs/2503.14476).
 """
 
@@ -39,7 +39,7 @@ from torchtitan.grpo.types import CAUSES, Generation, Prompt, Rollout, separated
 
 
 class Unusable(Exception):
-    """The group is not trained on. ``cause`` says what to change if this happens to many groups."""
+    """The group is not trained on. ``cause`` says what the user can do if this happens to many groups."""
 
     def __init__(self, reason: CloseReason, detail: str, cause: Cause) -> None:
         super().__init__(detail)
@@ -61,7 +61,7 @@ class GroupJudge:
     A group needs two rewards for a group-relative advantage, and one for an advantage relative
     to the batch. Dynamic sampling drops a limited number of groups for each batch. Otherwise a
     policy that solves every prompt, or none, would generate forever. ``num_equal_dropped`` is the
-    number of groups that it has dropped in the whole run.
+    number of groups that dynamic sampling has dropped in the whole run.
     """
 
     def __init__(
@@ -91,8 +91,9 @@ class GroupJudge:
     ) -> list[Rollout]:
         """Returns the rollouts of the group to train on, each with a reward and a rating.
 
-        ``failures`` are those of the group's other episodes. ``collect`` is called with all rollouts,
-        scored or not. Raises Unusable, and RewardError or TeachersFailing if the run must stop.
+        ``failures`` are the errors of those of the group's episodes that failed. ``collect`` is called
+        with all rollouts, scored or not. Raises Unusable if the group is not trained on, and RewardError
+        or TeachersFailing if the run must stop.
         """
         generations = separated(generations)
         self._counts["all"] += len(generations) + len(failures)
@@ -142,7 +143,7 @@ class GroupJudge:
         return rollouts
 
     async def _judged(self, scorer: Scorer, prompt: Prompt, scored: list[Rollout]) -> list[Rollout]:
-        """Returns the accepted rollouts, rated by teachers. Raises Unusable if a filter drops the group."""
+        """Returns the accepted rollouts, with teachers' ratings. Raises Unusable if the group is dropped."""
         try:
             accepted = await scorer.accepted(prompt, scored)
         except ScoringFailed as error:  # they have rewards, so none counts as unscored
@@ -164,7 +165,7 @@ class GroupJudge:
             raise Unusable("unrated", str(error), UNRATED) from error
 
     def describe(self) -> str:
-        """Describes what waits for its reward or its rating; empty if nothing does."""
+        """Describes which groups wait for rewards or for ratings. An empty string if none does."""
         rating = self._teachers.describe() if self._teachers is not None else ""
         scoring = [rules.scorer.describe() for rules in self._rules.values()]
         # Environments share the workers that score.

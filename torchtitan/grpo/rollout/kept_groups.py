@@ -3,11 +3,11 @@
 
 """Ends a run if none of many consecutive groups can be trained on.
 
-How many is :meth:`KeptGroups.bound`, by these rules:
+The number of groups at which the run ends is :meth:`KeptGroups.bound`. The rules are:
 
-- Enough groups for several batches, and at least :data:`FEWEST_GROUPS`.
+- The bound is enough groups for several batches, and at least :data:`FEWEST_GROUPS`.
 - A run in which few groups are kept may go on: the bound is at least :data:`USUAL_GAPS` times
-  the mean number of groups so far for each one that was kept.
+  the mean number of groups that ended for each one that was kept.
 - A group counts only once all groups that started earlier have ended. Otherwise short completions
   that are dropped would be counted while long ones that will be kept are being generated.
 - Groups that dynamic sampling leaves out do not count: ``rollout.dynamic_sampling_limit`` limits them.
@@ -23,7 +23,7 @@ USUAL_GAPS = 20
 
 @dataclass(frozen=True)
 class Cause:
-    """Why groups are not trained on. ``words`` follow a number of groups; ``remedy`` is a sentence."""
+    """Why groups are not trained on: in messages, "12 ``words``", and then the sentence ``remedy``."""
 
     words: str
     remedy: str
@@ -73,7 +73,7 @@ class NothingKept(RuntimeError):
 
 
 class KeptGroups:
-    """Follows the groups of a run. It does bookkeeping only."""
+    """Counts which groups of a run were kept for training or dropped."""
 
     def __init__(self, groups_per_batch: int) -> None:
         self._least = max(FEWEST_GROUPS, BATCHES * groups_per_batch)

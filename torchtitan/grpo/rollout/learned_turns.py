@@ -6,9 +6,10 @@
     <user>2 + 3?<end><assistant><think>..</think>5<end><user>..
           b     e               [    learned         ] b
 
-A rendering with marks tells where the texts of the other messages begin (b) and end (e). A turn begins
-where the prompt that opens it would end. It ends with the last end-of-turn token before the next b.
-It need not equal what the model once wrote: templates leave out the thinking of earlier turns.
+The conversation is rendered a second time with marks in it, which show where the texts of the other
+messages begin (b) and end (e). A turn begins where a prompt with the messages before it would end. The
+turn ends with the last end-of-turn token before the next b. A turn may differ from what the model once
+wrote, because templates leave out the thinking of earlier turns.
 """
 
 import re
@@ -25,7 +26,7 @@ THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 
 
 class Turns(NamedTuple):
-    """``is_learned`` marks the tokens of turns; ``left_out`` names what the template omits from turns."""
+    """``is_learned`` marks the assistant's tokens. ``left_out`` names what the template omits of turns."""
 
     token_ids: list[int]
     is_learned: list[bool]
@@ -33,14 +34,14 @@ class Turns(NamedTuple):
 
 
 class TurnFinder:
-    """``end_ids`` are the tokens that end a turn."""
+    """Finds the assistant's turns in conversations. ``end_ids`` are the tokens that end a turn."""
 
     def __init__(self, codec: TextCodec, end_ids: Sequence[int]) -> None:
         self._codec, self._end_ids = codec, frozenset(end_ids)
         self._openings: dict[str, str] = {}
 
     def find(self, messages: Messages, tools: Messages = (), first: int = 0) -> Turns:
-        """Finds the turns from message ``first`` on. A ValueError says why it cannot."""
+        """Finds the turns from message ``first`` on. Raises ValueError if the template does not allow it."""
         text = self._codec.template.render(messages, opens_turn=False, tools=tools)
         unmarked, edges = self._rendered(messages, tools)
         if unmarked != text:
@@ -73,7 +74,7 @@ class TurnFinder:
         return Turns(ids, is_learned, left_out)
 
     def _opening(self, messages: Messages, tools: Messages) -> str:
-        """What a prompt has after the text of its last message; the same for all messages of a role."""
+        """Returns what a prompt has after its last message's text. It depends only on the message's role."""
         *before, last = messages
         if last["role"] not in self._openings:
             stripped = [*before, last | {"content": _core(last)[1]}]
@@ -82,7 +83,7 @@ class TurnFinder:
         return self._openings[last["role"]]
 
     def _num_opened(self, text: str, opening: str) -> int:
-        """Returns how many characters of the opening begin the text, in whole words and special tokens."""
+        """Returns the length of the common prefix of text and opening, in whole words and special tokens."""
         number = _num_shared(text, opening)
         if number == len(opening):
             return number
@@ -92,9 +93,10 @@ class TurnFinder:
     def _rendered(
         self, messages: Messages, tools: Messages, *, opens_turn: bool = False
     ) -> tuple[str, dict[str, int]]:
-        """Returns the text, and the places in it where messages begin (such as "2b") and end ("2e").
+        """Returns the rendered text, and where in it the texts of messages begin (key "2b") and end ("2e").
 
-        The assistant's messages have no begin, as thinking may precede the text, and with calls no end.
+        The begin is not known for the assistant's messages, as thinking may precede their text, and the
+        end is not known for those of them that are empty or have tool calls.
         """
         marked = [_marked(message, number) for number, message in enumerate(messages)]
         text = self._codec.template.render(marked, opens_turn=opens_turn, tools=tools)
@@ -110,7 +112,7 @@ def _num_shared(text: str, other: str) -> int:
 
 
 def _runs(messages: Messages, first: int) -> Iterator[tuple[int, int]]:
-    """Yields begin and end of each run of the assistant's messages that follows another message."""
+    """Yields the index range of each run of assistant messages that follows a message of another role."""
     for role, run in groupby(range(len(messages)), lambda i: messages[i]["role"]):
         numbers = [number for number in run if number >= max(first, 1)]
         are_on = all(messages[i].get(key, 1) for i in numbers for key in _SWITCHES)
@@ -119,7 +121,7 @@ def _runs(messages: Messages, first: int) -> Iterator[tuple[int, int]]:
 
 
 def _core(message: dict[str, Any]) -> tuple[str, str, str]:
-    """Returns white space, text and white space of a message. Templates strip the white space."""
+    """Splits a message's text into leading white space, the rest, and trailing white space."""
     content = message.get("content") or ""
     core = content.strip()
     begin = content.index(core)

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-r"""Records what happened to each prompt: it is trained once, or closed with a reason.
+r"""Records what happened to each prompt: it is trained on once, or closed with a reason.
 
 ::
 
@@ -9,8 +9,8 @@ r"""Records what happened to each prompt: it is trained once, or closed with a r
                                 \---close--> closed, with a reason
 
 Invariant: every issued index is open, trained or closed, and never two of these. Trained and
-closed are final. A run that is resumed issues the open prompts first. Every checkpoint has the
-state of exactly the batches trained on.
+closed are final. A run that is resumed issues the open prompts first. Every checkpoint contains the
+ledger's state after exactly those batches that were trained on.
 """
 
 from collections.abc import Iterable, Mapping
@@ -37,7 +37,7 @@ CloseReason = Literal[
 
 
 class Ledger:
-    """Tracks the state of all issued prompts. ``closed`` are those closed since the last batch."""
+    """Tracks the state of all issued prompts. ``closed`` has those closed since the last batch."""
 
     def __init__(
         self, progress: PromptProgress, closed: dict[int, CloseReason] | None = None
@@ -55,8 +55,8 @@ class Ledger:
     def issue(self, index: int, skipped: Mapping[int, CloseReason] = MappingProxyType({})) -> None:
         """Records that a prompt was drawn. New prompts are issued in ascending order.
 
-        Each index since the last issued one is closed for the reason in ``skipped``, or else as
-        too long.
+        The indices between the last new prompt and this one are closed for their reasons in ``skipped``, or
+        else as too long.
         """
         if index in self._to_reissue:
             self._to_reissue.discard(index)

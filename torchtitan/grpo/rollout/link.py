@@ -49,7 +49,7 @@ class RolloutFailed(RunError):
 
 
 class RolloutKilled(RolloutFailed):
-    """The rollout process ended without giving a reason. It can be restarted."""
+    """The rollout process ended without reporting an error. It can be restarted."""
 
 
 class RolloutLink:
@@ -57,13 +57,13 @@ class RolloutLink:
 
     All methods belong to one thread, except :meth:`notify_version`, :meth:`notify_lost`,
     :meth:`notify_asleep` and :meth:`reread_urls`. After the process has ended, all methods but
-    :meth:`reread_urls` and :meth:`close` raise :class:`RolloutFailed`. A wait ends with ``None`` if
-    ``should_stop``, which is called at least every 0.1 s, returns true. ``announce`` is called with
-    sentences that the user should read now.
+    :meth:`reread_urls` and :meth:`close` raise :class:`RolloutFailed`. Methods that wait call their
+    argument ``should_stop`` at least every 0.1 s, and stop waiting if it returns true. ``announce`` is
+    called with sentences that the user should read now.
 
     ``watch``, for any thread, exists once the process is started. ``fetch_endpoint`` is where ranks
     fetch rollouts, or ``None`` if rank 0 receives all. ``warnings`` are those of the first start. ``show``
-    is called with a line on what is waited for, and the numbers of completions finished and wanted.
+    is called with a progress line and the numbers of completions finished and wanted.
     """
 
     watch: ServerWatch
@@ -103,12 +103,12 @@ class RolloutLink:
 
     @property
     def dropped(self) -> Counter[str]:
-        """How many of each kind were dropped in the run so far; see :mod:`.drops`."""
+        """Counts of what was dropped in the run so far, by the kinds of :mod:`.drops`."""
         return self._dropped_before + self._dropped
 
     @property
     def stuck_seconds(self) -> float:
-        """How long the process has had no server that takes work; 0 if it has one."""
+        """How long the process has had no server that takes work, or 0 if it has one."""
         return 0.0 if self._stuck_since is None else time.monotonic() - self._stuck_since
 
     def start(self) -> None:
@@ -120,8 +120,8 @@ class RolloutLink:
     def restart(self, config: RolloutProcessConfig) -> None:
         """Restarts the process after :class:`RolloutKilled`. Call :meth:`wait_ready` next.
 
-        Notices that are sent before the new process is ready are lost. It reports all servers as
-        new, so the weight pusher attests each of them again.
+        Notices that are sent before the new process is ready are lost. The new process reports all
+        servers as new, so the weight pusher attests each of them again.
         """
         assert self._child is not None and self._child.poll() is not None, (
             "the rollout process must have ended before it is restarted"
@@ -162,7 +162,7 @@ class RolloutLink:
     def wait_ready(
         self, timeout_seconds: float, should_stop: Callable[[], bool] | None = None
     ) -> list[ServerInfo]:
-        """Returns the servers, or an empty list if ``should_stop`` returned true."""
+        """Waits until the process is ready. Returns its servers, or [] if ``should_stop`` returned true."""
         begun, what = time.monotonic(), "start: servers and rewards get ready, {:.0f} s"
         answer = self._wait_for(
             link_messages.Ready, timeout_seconds, should_stop, "become ready",
@@ -186,8 +186,8 @@ class RolloutLink:
     ) -> RolloutBatch | None:
         """Waits for the batch that turns ``version`` into ``version + 1``, or its next part.
 
-        ``lend`` makes room on the devices and calls :meth:`notify_devices_free`. It is called if the
-        process wants the devices before it has sent anything of the batch.
+        ``lend`` is called if the process wants the devices before it has sent anything of the batch. It
+        must make room on them and then call :meth:`notify_devices_free`.
         """
         if self._asked_version != version:
             self._send(link_messages.NextBatch(version))
@@ -215,18 +215,18 @@ class RolloutLink:
         return self._awaited is not None
 
     def request_evaluation(self, version: int, pinned: Sequence[str] = ()) -> None:
-        """Requests an evaluation, without waiting, and gives up one that is still running."""
+        """Requests an evaluation, without waiting. It replaces an evaluation that is still running."""
         self._num_requests += 1
         self._awaited = link_messages.Evaluate(self._num_requests, version, list(pinned))
         self._send(self._awaited)
 
     def renew_evaluation(self) -> None:
-        """Requests the evaluation again that was running when the process was killed, if there is one."""
+        """Requests the evaluation again that was running, if any, when the process was killed."""
         if self._awaited is not None:
             self._send(self._awaited)
 
     def take_evaluation(self) -> EvaluationResult | None:
-        """Returns the result of the requested evaluation if it has arrived. Never waits."""
+        """Returns the result of the requested evaluation, or None if it has not arrived. Never waits."""
         self.raise_if_ended(wait_milliseconds=0)
         result = None
         while result is None and (answer := self._claim(link_messages.EvaluationDone)) is not None:
@@ -262,8 +262,8 @@ class RolloutLink:
     def wait_saved(self, version: int, timeout_seconds: float) -> int | None:
         """Waits until rollouts are written, and returns their number.
 
-        Returns ``None`` after the timeout, if the process could not write them, and if the process
-        was restarted. If they were requested twice for one version, the second answer counts.
+        Returns ``None`` after the timeout, if the process could not write them, or if the process was
+        restarted. If two saves were requested for one version, waits for both and returns the second number.
         """
         deadline = time.monotonic() + timeout_seconds
         while self._saves_under_way[version] > 0:
@@ -273,7 +273,7 @@ class RolloutLink:
         return self._saved.get(version)
 
     def raise_if_ended(self, wait_milliseconds: int = _POLL_MILLISECONDS) -> None:
-        """Announces what the process says; raises its :class:`RolloutFailed` if it has ended."""
+        """Handles all messages of the process that have arrived. Raises RolloutFailed if it has ended."""
         while self._receive(wait_milliseconds):
             pass
 
@@ -299,7 +299,7 @@ class RolloutLink:
             self._notify(link_messages.RereadUrls())
 
     def close(self) -> None:
-        """Ends the process and everything it started, within 5 seconds. It is idempotent."""
+        """Ends the process and everything it started, within 5 seconds. May be called again."""
         if self._child is not None and self._child.poll() is None and self._messages is not None:
             self._messages.send(link_messages.encode(link_messages.Stop()))
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -357,7 +357,7 @@ class RolloutLink:
         what: str,
         meanwhile: Callable[[], None] = lambda: None,
     ) -> tuple[_Answer, list[bytes]] | None:
-        """Returns the next answer of ``kind`` with its frames; ``None`` if the wait was stopped.
+        """Waits for the next answer of ``kind``. Returns it with its frames, or ``None`` if stopped.
 
         ``meanwhile`` is called repeatedly during the wait.
         """
@@ -392,7 +392,7 @@ class RolloutLink:
         return None
 
     def _receive(self, wait_milliseconds: int = _POLL_MILLISECONDS) -> bool:
-        """Receives one answer of the process. Returns ``False`` if none arrives in a short time."""
+        """Receives and handles one message. Returns ``False`` if none arrives in ``wait_milliseconds``."""
         assert self._messages is not None, (
             self._failure or "the rollout process must be started first"
         )

@@ -3,7 +3,7 @@
 
 """Messages that rank 0 and the rollout process exchange over ZeroMQ.
 
-The first frame is a msgpack header. A batch has a second one, the arrays of its groups (:mod:`.codec`).
+The first frame is a msgpack header. A batch has a second frame with its groups' arrays (:mod:`.codec`).
 """
 
 import msgspec
@@ -32,7 +32,7 @@ class Evaluate(msgspec.Struct, tag=True):
 
 
 class Save(msgspec.Struct, tag=True):
-    """Requests to save rollouts for checkpoint ``version``. ``kept`` are checkpoints that still exist."""
+    """Requests that rollouts are saved for checkpoint ``version``. ``kept`` are the existing checkpoints."""
 
     version: int
     kept: list[int]
@@ -65,7 +65,7 @@ class RereadUrls(msgspec.Struct, tag=True):
 
 
 class DevicesFree(msgspec.Struct, tag=True):
-    """All ranks have made room on their devices, which are lent until the batch of ``version``."""
+    """All ranks have freed memory on their devices, which are lent until the batch of ``version``."""
 
     version: int
 
@@ -83,9 +83,9 @@ class Fatal(msgspec.Struct, tag=True):
 
 
 class Progress(msgspec.Struct, tag=True):
-    """What a batch or evaluation waits for. ``is_stuck`` if no server is ready, so nothing happens.
+    """What a batch or evaluation waits for. ``is_stuck``: no server is ready, so nothing happens.
 
-    ``line`` tells users how far it is; ``done`` of ``wanted`` completions are finished.
+    ``line`` tells users the progress: ``done`` of ``wanted`` completions are finished.
     """
 
     message: str
@@ -110,7 +110,7 @@ class Announcement(msgspec.Struct, tag=True):
 
 
 class Dropped(msgspec.Struct, tag=True):
-    """How many of each kind this process has dropped so far; see :mod:`.drops`."""
+    """Counts of what this process has dropped so far, by the kinds of :mod:`.drops`."""
 
     counts: dict[str, int]
 

@@ -1,10 +1,10 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Checks that tokenizer, end of sequence and chat template belong to the model and to each other.
+"""Checks that a model's tokenizer, end-of-sequence tokens and chat template fit it and each other.
 
-A model directory that was put together from two models loads without an error. Silent faults
-follow: a completion that never ends, or a token that the model does not have.
+A model directory with files from two models loads without an error, but then causes silent faults:
+completions that never end, or tokens that the model does not have.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from torchtitan.grpo.rollout.tokenizer import TextCodec
 def model_warnings(
     codec: TextCodec, config: RolloutProcessConfig, *, is_chat: bool
 ) -> Iterator[str]:
-    """Yields warnings. Raises ``ValueError`` if chat prompts (``is_chat``) cannot be rendered."""
+    """Yields warnings on files that do not fit. Raises ``ValueError`` if chat prompts cannot be rendered."""
     yield from _vocabulary_warnings(codec, config)
     yield from prompt_notes(codec, is_chat=is_chat)
     if is_chat and config.rollout.environment is not None:
@@ -35,7 +35,7 @@ def model_warnings(
 
 
 def prompt_notes(codec: TextCodec, *, is_chat: bool) -> Iterator[str]:
-    """Yields what may surprise the author of the prompts. A prompt must have been tokenized before."""
+    """Yields what may surprise the author of the prompts. At least one must have been tokenized before."""
     if not is_chat:
         if left_out := codec.left_out():
             yield (

@@ -1,9 +1,9 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Calls the user's environments in a worker. Each episode has its own thread and event loop.
+"""Calls the user's environments in a worker process. Each episode has its own thread and event loop.
 
-A step that blocks delays only its own episode, and a thread that hangs ends with its process.
+A step that blocks delays only its own episode. A thread that hangs runs until the process ends.
 """
 
 import asyncio
@@ -31,11 +31,11 @@ BUILTIN = {"calculator": "torchtitan.grpo.rollout.environments.calculator:Calcul
 
 
 class BadObservation(Exception):
-    """An observation cannot be added to a context."""
+    """The environment returned an observation or reward that is not valid."""
 
 
 class Player:
-    """Makes an environment for each episode. Raises ValueError if it cannot, and says what to do."""
+    """Makes an environment for each episode. Raises ValueError, with advice, if the factory fails."""
 
     def __init__(self, path: str, options: Mapping[str, Any]) -> None:
         self._factory = _find_factory(path, options)
@@ -48,9 +48,9 @@ class Player:
         self._episodes: dict[int, _EpisodeThread] = {}
 
     async def call(self, episode: int, method: str, **arguments: Any) -> Any:
-        """Calls a method of an episode's environment: ``reset`` first, and ``close`` last.
+        """Calls a method of an episode's environment. The first must be ``reset``, and the last ``close``.
 
-        Returns Refused if the environment failed.
+        Returns what the method returns, or Refused if the environment failed.
         """
         if method == "reset":
             self._episodes[episode] = _EpisodeThread(f"environment-{episode}", self._factory)
@@ -105,7 +105,7 @@ class _EpisodeThread:
 
 
 async def _guarded(called: Coroutine[Any, Any, Any]) -> Any:
-    """Returns the result, or Refused for any exception: some would end the event loop."""
+    """Returns the call's result, or Refused if it raises. Some exceptions would end the event loop."""
     try:
         return await called
     except BadObservation as error:
@@ -132,7 +132,7 @@ def _find_factory(path: str, options: Mapping[str, Any]) -> Callable[[], Any]:
 
 
 def _check_environment(environment: Any, path: str) -> list[str]:
-    """Returns the stop strings of an object that a factory has made."""
+    """Checks an environment that a factory has made, and returns its stop strings."""
     for name in ("reset", "step", "close"):
         if not inspect.iscoroutinefunction(getattr(environment, name, None)):
             raise ValueError(

@@ -4,8 +4,9 @@
 """Drives an episode between the model and an environment, which runs in a worker process.
 
 The model is asked for a turn, by token ids. The environment reads the turn, and the model is asked
-again, with the observation appended. If the worker process was lost, or after a resume, a new
-environment gets the same turns. From the first observation that differs, the model writes anew.
+again, with the observation appended. If the worker process was lost, or after a resume, the model's
+earlier turns are given to a new environment, until its observation differs from the earlier one. From
+there on, the model generates its turns again.
 
 A chat template may write earlier turns differently from the model, for example without their
 thinking (``rollout.earlier_turns``). The context of the next turn then begins a new training
@@ -46,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 
 class Environments:
-    """The environments of a run's episodes; ``stop_strings`` are known after :meth:`start`.
+    """The environments of a run's episodes. ``stop_strings`` are known after :meth:`start`.
 
     ``goes_on`` is True: an interrupted episode is played again up to where it was, and continues there.
     """
@@ -88,9 +89,9 @@ class Environments:
         await self.workers.close()
 
     async def run(self, prompt: Prompt, episode: AgentEpisode) -> float | None:
-        """Plays one episode, and returns the sum of its rewards.
+        """Plays one episode, and returns the sum of its rewards, or None if there was none.
 
-        Raises EnvironmentFailed, ServerError, and WorkerLost if the episode may begin again.
+        Raises EnvironmentFailed, ServerError, or, if the episode may begin again, WorkerLost.
         """
         environment, reward = _RemoteEnvironment(self, prompt), None
         observer = Observer(episode.settings, prompt)
@@ -129,8 +130,8 @@ class Environments:
 class _RemoteEnvironment:
     """An environment in a worker process; see ``protocol.Environment``.
 
-    Its methods raise EnvironmentFailed if those of the environment raise or time out, and WorkerLost
-    if the process has ended. ``opening`` is the reset, which runs while the model writes its first turn.
+    A method raises EnvironmentFailed if the environment's method raises or times out, and WorkerLost if
+    the process has ended. The task ``opening`` is the reset, which runs during the model's first turn.
     """
 
     _numbers = itertools.count()
@@ -152,7 +153,7 @@ class _RemoteEnvironment:
         return await self._call("cut_off")
 
     def close(self) -> None:
-        """Ends the episode in the background."""
+        """Closes the environment in the background."""
         task = asyncio.create_task(self._finish())
         self._owner.closing.add(task)
         task.add_done_callback(self._owner.closing.discard)
@@ -236,9 +237,9 @@ class Observer:
         return ModelRequest(token_ids=self._row, max_tokens=self._num_left, may_call=False)
 
     def observe(self, turn: ModelAnswer, observation: Observation) -> ModelRequest | None:
-        """Returns the request for the next turn; None if none can follow.
+        """Returns the request for the next turn, or None if no turn can follow.
 
-        Raises EnvironmentFailed if the model cannot be shown the observation.
+        Raises EnvironmentFailed if the observation cannot be added to the model's context.
         """
         self._turns_left -= 1
         try:
@@ -268,7 +269,7 @@ class Observer:
         return ModelRequest(token_ids=shown, max_tokens=room, may_call=False)
 
     def _shown(self, turn: ModelAnswer, observation: Observation) -> list[int]:
-        """Returns the whole context of the next turn."""
+        """Returns the token ids of the next turn's whole context, which ends with the observation."""
         codec, text = self._codec, observation.text
         if observation.messages is None:
             ids = observation.token_ids or []

@@ -75,16 +75,16 @@ class Environment(Protocol):
     async def step(self, text: str, token_ids: list[int]) -> Observation:
         """Reads a turn and returns the observation.
 
-        ``text`` lacks special tokens; ``token_ids`` are what the model wrote. A turn that was cut off at
-        the length limit is also passed, but no turn follows it.
+        ``text`` is the turn without special tokens, and ``token_ids`` are exactly what the model wrote. A
+        turn that was cut off at the length limit is also passed, but no turn follows it.
         """
         ...
 
     async def cut_off(self) -> float | None:
         """Ends an episode that has reached the length limit or ``rollout.max_turns``.
 
-        This method is optional. It is called after the last step; a reward that it returns is added
-        to the episode's.
+        This method is optional. It is called after the last step. If it returns a reward, this is added
+        to the episode's reward.
         """
         return None
 
@@ -98,12 +98,12 @@ _ENDED_BY_OTHERS = (-9, -15, -2, -1, 75, 124, 125, 126, 127, 129, 130, 137, 143)
 
 
 class EnvironmentFailed(CallFailed):
-    """One episode cannot continue. ``written`` is the completion, if that caused the failure."""
+    """One episode cannot continue. ``written`` is its completion, if the completion caused the failure."""
 
     written: Generation | None = None
 
     def blame(self, written: Generation | None) -> None:
-        """Sets ``written``, unless the reason may be this machine, a service or the data."""
+        """Sets ``written``, unless this machine, a service or the data may have caused the failure."""
         what, _, number = self.kind.rpartition(" ")
         is_status = what == "exit status" and int(number) not in _ENDED_BY_OTHERS
         if is_status or self.kind.startswith(("raised ", "bad reward", "bad observation")):

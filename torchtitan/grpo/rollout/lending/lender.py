@@ -3,9 +3,10 @@
 
 """Lends the training devices to servers and takes them back, as the scheduler decides.
 
-A lent server serves in the state AWAKE of `scheduler.py`. Rank 0's lanes, one for each server, put
-the servers to sleep and wake them: the list of servers that rank 0 gets says which ones are wanted.
-The lender runs in the rollout process's event loop, next to the producer:
+A lent server serves in the state AWAKE of `scheduler.py`. Rank 0 has a task for each server, its lane
+(`weight_sync/lane.py`), which pushes weights to it, puts it to sleep and wakes it. The list of servers
+that rank 0 gets says which ones are wanted. The lender runs in the rollout process's event loop, next to
+the producer, with these states:
 
     NO        a batch is wanted, and lending pays: rank 0 is asked for the devices
     WAKING    the devices are free, the servers are wanted, and their lanes push and attest
@@ -37,7 +38,7 @@ _LOOK_SECONDS = 0.1
 
 
 class LentServers(Protocol):
-    """What the lender needs of the fleet."""
+    """The part of `ServerFleet` that the lender uses."""
 
     @property
     def lent(self) -> Collection[str]:
@@ -74,10 +75,10 @@ class _Totals:
 
 
 class DeviceRequests:
-    """Keeps track of whether the training devices are free; belongs to one event loop.
+    """Keeps track of whether the training devices are free. All calls must be in one event loop.
 
-    They are free for servers from rank 0's notice until the batch of that version is delivered. All
-    lent servers must sleep before that. ``listeners`` are called when the devices become free.
+    Lent servers may use the devices from rank 0's notice until the batch that rank 0 waits for is
+    delivered, before which they must sleep. ``listeners`` are called when the devices become free.
     """
 
     def __init__(
@@ -94,13 +95,13 @@ class DeviceRequests:
         return self._free is not None
 
     async def want(self, version: int) -> None:
-        """Asks rank 0 to free the devices while it waits for the batch of ``version``; asks once for each."""
+        """Asks rank 0, once for each ``version``, to free the devices while it waits for that batch."""
         if version not in (self._wanted, self._free):
             self._wanted = version
             await self._send(DevicesWanted(version))
 
     def free(self, version: int) -> None:
-        """Handles rank 0's notice that the devices are free, unless that version's batch was delivered."""
+        """Handles rank 0's notice of free devices. Ignored if the batch of ``version`` was delivered."""
         if version > self._begun:
             self._free = version
             for listener in self.listeners:
@@ -112,7 +113,7 @@ class DeviceRequests:
 
 
 class Lender:
-    """See the module's docstring.
+    """Lends the training devices to servers, as the module's docstring describes.
 
     ``generating`` returns the ids of groups with unfinished completions. ``sleep_seconds`` is the
     time within which a server must fall asleep.
@@ -155,18 +156,18 @@ class Lender:
     # -- news --------------------------------------------------------------------------
 
     def note_version(self, url: str, version: int) -> None:
-        """Handles that a lane has attested a version. Ignored if the server is to sleep by now."""
+        """Handles a lane's notice that it attested a version. Ignored if the server must sleep by now."""
         if url not in self._servers.lent or self.lent in (Lent.WAKING, Lent.AWAKE):
             self._dispatcher.set_version(url, version)
 
     def note_asleep(self, url: str) -> None:
-        """Handles that a lane has put its server to sleep. Ignored if the server is wanted by now."""
+        """Handles a lane's notice that its server sleeps. Ignored if the server is wanted by now."""
         if self.lent not in (Lent.WAKING, Lent.AWAKE):
             self._asleep.add(url)
             self._dispatcher.set_asleep(url)
 
     def note_lost(self, url: str, reason: str) -> None:
-        """Handles that a lane has lost its server or cannot put it to sleep. Tell the dispatcher first."""
+        """Handles a lane's notice that its server is lost or does not sleep. Tell the dispatcher first."""
         self._refusing[url], self._lost_at[url] = reason, self._clock()
 
     def ask(self, version: int) -> None:
@@ -175,7 +176,7 @@ class Lender:
         self._news.set()
 
     async def give_back(self, groups: Sequence[RolloutGroup]) -> dict[str, float]:
-        """Ends lending for a complete batch. Returns metrics once no lent server uses the devices.
+        """Takes back the devices for a complete batch. Returns metrics once no lent server uses them.
 
         The caller must send the batch next, because the devices then already count as the trainer's.
         """
@@ -288,7 +289,7 @@ class Lender:
         return server.url in self._asleep or server.is_down
 
     async def _replace_failed(self) -> None:
-        """Ends servers that are wanted but stay lost, so that they are started again.
+        """Ends the processes of servers that are wanted but stay lost, so that they are started again.
 
         A push of weights may take longer than the time limit, so a server is ended only when a push
         fails after the limit.

@@ -4,8 +4,8 @@
 """Measures how fast lent and other servers generate, in groups per second.
 
 A group here means as many tokens as a trained group has on average. Tokens count when their completion
-ends or is cut. Speeds are measured only while the trainer waits, because the staleness bound holds
-other servers back while it trains.
+ends or is cut. Speeds are measured only while the trainer waits, because the staleness bound may hold
+other servers back during training.
 """
 
 from collections.abc import Callable, Collection
@@ -35,7 +35,7 @@ class _Speed:
 
 
 class Rates:
-    """``lent`` returns the URLs of the lent servers."""
+    """Measures the speeds of all lent and of all other servers. ``lent`` returns the lent servers' URLs."""
 
     def __init__(self, dispatcher: Dispatcher, lent: Callable[[], Collection[str]]) -> None:
         self._dispatcher, self._lent = dispatcher, lent
@@ -45,9 +45,9 @@ class Rates:
         self._noted_at: float | None = None
 
     def note(self, now: float, *, is_asked: bool, are_awake: bool) -> None:
-        """Counts the tokens since the last call.
+        """Counts the tokens that servers generated since the last call.
 
-        Since then, the trainer waited if ``is_asked``, and lent servers were awake if ``are_awake``.
+        ``is_asked`` and ``are_awake`` say whether, since then, the trainer waited and lent servers served.
         """
         seconds = 0.0 if self._noted_at is None else now - self._noted_at
         self._noted_at = now
@@ -63,7 +63,7 @@ class Rates:
                 speed.add(tokens[is_lent], seconds)
 
     def take_step(self, tokens_per_group: float) -> tuple[float, float]:
-        """Returns how many groups lent servers generated since the last call, and their share of all tokens."""
+        """Returns the groups that lent servers generated since the last call, as a number and as a share."""
         self._tokens_per_group.add(tokens_per_group)
         lent, other = (self._speeds[is_lent].of_step for is_lent in (True, False))
         for speed in self._speeds.values():

@@ -4,15 +4,15 @@
 """Decides when the trainer's devices are lent to servers, and when they are taken back.
 
 This module only computes, without asyncio and without a clock. *Lent* servers share the devices of
-the training ranks, and *other* servers have their own. A lending takes this course::
+the training ranks, and *other* servers have their own. A lending passes through these states::
 
     NO --LEND--> WAKING ------> AWAKE --TAKE_BACK--> SLEEPING --> NO
                     room, wake                         sleep
 
-``room`` is the time in which the ranks free memory; later they need as long again to take it back.
-``wake`` ends when the lent servers serve the newest weights. In ``sleep`` their running requests are
-cut, to go on elsewhere or later, and they free their memory. A *round trip* is room + wake + sleep.
-A lending is *late* from the moment at which the batch is full until the devices are back.
+``room`` is the time in which the ranks free memory. Later they need as long again to take it back.
+``wake`` is the time until the lent servers serve the newest weights. ``sleep`` is the time in which
+their requests are cut, to continue elsewhere or later, and in which they free their memory. A *round
+trip* is room + wake + sleep. A lending is *late* from when the batch is full until the devices are back.
 
 What is saved: ``m`` groups of the next batch are missing. The other servers finish ``r`` groups per
 second, and the lent ones ``l``. Without lending, the batch is full in ``m / r`` seconds. With lending,
@@ -31,11 +31,11 @@ The rules:
   other servers, only if the batch is full.
 - After TAKE_BACK, a second LEND for the same batch waits for a round trip, so that at most half of
   a wait is spent on switching.
-- The debt is how long lending has delayed steps, less the share ``max_late`` of the time of steps. A
-  step is delayed while a lending is late and while the ranks take back memory. What the lent servers
-  have saved is subtracted: ``n`` groups save ``n / r`` seconds. The unused part of the share adds up,
-  to one round trip at most.
-- Until they are measured, times count as 0, and lent servers as being as fast as the others. So the
+- The debt is how long lending has delayed steps, minus the share ``max_late`` of the time of steps. A
+  step is delayed while a lending is late and while the ranks take back memory. The time that the lent
+  servers have saved is subtracted: ``n`` groups save ``n / r`` seconds. The debt may become negative, but
+  not below minus one round trip.
+- Times count as 0 until they are measured, and lent servers as being as fast as the others. So the
   devices are lent in the first wait, and everything is measured.
 - Measured times may have changed. For each second of steps without lending, 0.005 s of the costs of
   lending are forgotten. If the next try costs as much as before, it has cost 0.5 % of that time.
@@ -48,7 +48,7 @@ These invariants follow:
 - Without other servers every batch becomes full: each wait begins with LEND, and ends with a full batch.
 - A decision depends on the moment and on what was observed, not on how often it was asked for, and
   not on the unit of time: there is no fixed threshold in seconds.
-- More missing work that lent servers could take, or lower costs, never speak against lending.
+- More missing work for lent servers, or lower costs of lending, never turn a LEND into a refusal.
 - If there are other servers, lending delays any span of steps by at most ``max_late`` of its time,
   plus a round trip, plus the largest saving that was ever expected, plus the longest delay.
 """
@@ -86,16 +86,16 @@ class Moment:
     Attributes:
         asked_at: When the trainer asked for the batch, or part, that it waits for; ``None`` while
             it trains.
-        is_full: The batch could be taken now, if the devices were back.
+        is_full: Whether the batch could be taken now, if the devices were back.
         missing_groups: Unfinished groups that the batch waits for.
-        movable_groups: Of these, the groups that a lent server runs or could run: those that no
-            other server runs. 0 if the staleness bound or scoring is all that they wait for.
+        movable_groups: Those of the missing groups that a lent server runs or could run, because no
+            other server runs them. 0 if they wait only for the staleness bound or for scoring.
         later_groups: Groups of later batches that a lent server could run, within the staleness bound.
-        since: When the state ``lent`` began.
+        since: When the current state (``lent``) began.
         other_rate: Groups per second that the usable other servers finish if they have enough to
             do; 0 if there are none, ``None`` if they are not measured yet.
-        lent_rate: The same for the lent servers while they are awake, in tokens over the mean of
-            a group's tokens, because few groups begin and end in one lending. 0 if none of them
+        lent_rate: The same for the lent servers while they are awake, computed as tokens divided by a
+            group's mean tokens, because few groups begin and end in one lending. 0 if no lent server
             could serve even with the devices.
     """
 
@@ -116,7 +116,7 @@ MAX_LATE = 0.05
 
 
 class LendScheduler:
-    """Decides from measured times. ``max_late`` is a share of the time of steps."""
+    """Decides by measured times. Lending may delay steps by the share ``max_late`` of their time."""
 
     def __init__(self, max_late: float = MAX_LATE) -> None:
         self._max_late = max_late
@@ -126,7 +126,7 @@ class LendScheduler:
         self._given_up: float | None = None  # seconds for room in this step
 
     def observe_room(self, seconds: float) -> None:
-        """``seconds``: from LEND until the devices are free, also if they are taken back at once."""
+        """``seconds``: from LEND until the devices are free, even if they are then taken back at once."""
         self._room.add(seconds)
         self._given_up = (self._given_up or 0.0) + seconds
 
@@ -141,10 +141,10 @@ class LendScheduler:
     def observe_step(
         self, step_seconds: float, late_seconds: float, lent_groups: float, other_rate: float | None
     ) -> None:
-        """Notes that a batch, or part of one, was delivered, ``step_seconds`` after the one before.
+        """Notes that a batch, or part of one, was delivered, ``step_seconds`` after the previous one.
 
-        ``lent_groups`` is the work of the lent servers since then, in tokens over the mean of a
-        group's tokens.
+        ``lent_groups`` is the work of the lent servers since the previous one, computed as tokens
+        divided by a group's mean tokens.
         """
         if self._given_up is None:
             delay = 0.0
@@ -190,7 +190,7 @@ class LendScheduler:
         return moment.missing_groups <= moment.other_rate * seconds
 
     def _seconds_back(self, moment: Moment) -> float:
-        """Returns the seconds until the devices can be back, if servers that are waking finish that first."""
+        """Returns the seconds until the devices can be back. Servers that are waking finish waking first."""
         waking = 0.0
         if moment.lent is Lent.WAKING:
             elapsed = moment.now - moment.since
@@ -198,7 +198,7 @@ class LendScheduler:
         return max(0.0, waking + self._sleep.value - self._forgotten)
 
     def saving(self, moment: Moment) -> float:
-        """Seconds by which this step and later ones begin earlier if the devices are lent now."""
+        """The seconds that this step and later ones save by beginning earlier if the devices are lent now."""
         rate = moment.other_rate
         if not rate:
             return math.inf
@@ -208,7 +208,7 @@ class LendScheduler:
         return missing / rate - seconds + later + self._forgotten
 
     def _later_groups(self, moment: Moment, other_rate: float, seconds: float) -> float:
-        """Returns how many groups lent servers add to later batches, if this one can begin in ``seconds``."""
+        """Returns the groups that lent servers add to later batches if this batch is full in ``seconds``."""
         of_batch = max(0.0, moment.missing_groups - other_rate * seconds)
         done = _lent_rate(moment) * max(0.0, seconds - self._round_trip)
         left = moment.movable_groups + moment.later_groups
@@ -233,9 +233,9 @@ class LendScheduler:
         *,
         is_ahead: bool,
     ) -> float:
-        """Returns the largest factor by which lending can raise samples per second, if work flows evenly.
+        """Returns the largest factor by which lending can raise samples per second, at constant rates.
 
-        ``is_ahead``: the other servers also generate while the trainer trains
+        ``is_ahead``: whether the other servers also generate while the trainer trains
         (``rollout.max_head_offpolicyness`` above 0).
         """
         if other_rate == 0:
