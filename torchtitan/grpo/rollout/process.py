@@ -4,8 +4,8 @@
 """The rollout process: an asyncio program without torch, and a child of training rank 0.
 
 Its argument is a private directory with `config.json` and the sockets (:mod:`.link` is the
-other end). It ends on a stop message, with its parent, and on an error, which it reports first.
-What it started ends with it.
+other end). It ends on a stop message, when rank 0 ends, and on an error, which it reports first.
+All processes that it started end with it.
 
 Cluster managers send SIGTERM to all processes of a job at once. Rank 0 then writes a last
 checkpoint, to which the rollouts in flight belong. On a signal this process therefore stops
@@ -57,7 +57,7 @@ _Found = TypeVar("_Found")
 
 
 class Announcer(logging.Handler):
-    """A queue of sentences that rank 0 tells the user. It belongs to the event loop that made it.
+    """A queue of sentences that rank 0 shows to the user. It belongs to the event loop that made it.
 
     Errors that other modules log are queued as well, except those with a traceback, which end the run.
     """
@@ -75,7 +75,7 @@ class Announcer(logging.Handler):
         self._queue(text)
 
     def say(self, text: str) -> None:
-        """Like :meth:`announce`, for what is no warning, such as progress."""
+        """Logs and queues a sentence that is no warning, such as progress."""
         logger.info("%s", text)
         self._queue(text, is_warning=False)
 
@@ -129,7 +129,7 @@ class RolloutProcess:
         self._stop.set()
 
     def stop_with_parent(self) -> None:
-        """Stops generating now. Shuts down when rank 0 says so or ends, or after a time limit."""
+        """Stops generating now, but shuts down only when rank 0 says so or ends, or after a time limit."""
         if os.getppid() != self._parent or not self._generating:
             self.stop()
             return
@@ -319,7 +319,7 @@ class RolloutProcess:
         await self._send(link_messages.Saved(command.version, num_rollouts))
 
     async def _watch_parent(self) -> None:
-        """Returns when rank 0 has ended. Not every kernel signals this to a child."""
+        """Waits until rank 0 has ended, by polling, because not every kernel signals this to a child."""
         while os.getppid() == self._parent and self._parent != 1:
             await asyncio.sleep(_PARENT_POLL_SECONDS)
         logger.error("Rank 0 has ended")
@@ -345,7 +345,7 @@ async def result_of(
     dispatcher: Dispatcher,
     send: Callable[[link_messages.Progress], Awaitable[None]],
 ) -> _Found:
-    """Reports to rank 0 what the result waits for until it is there. Rank 0's timeout error names it."""
+    """Returns the result of ``work``. Until it is there, reports to rank 0 what it is waiting for."""
     waiting = asyncio.ensure_future(work)
     begun, (*_, num_before) = time.monotonic(), source.progress()
     try:
@@ -364,7 +364,7 @@ async def result_of(
 
 
 def first_cause(error: BaseException) -> BaseException:
-    """Returns the first real error in the exception group of a task group."""
+    """Returns the first error in an exception group, perhaps nested. Returns other errors unchanged."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

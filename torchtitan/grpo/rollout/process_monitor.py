@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Health and metrics of the rollout process, which it serves itself."""
+"""Health and metrics of the rollout process, served over HTTP by that process."""
 
 import asyncio
 import time
@@ -23,7 +23,7 @@ _WINDOW_SECONDS = 60.0
 
 
 class RolloutMonitor:
-    """Serves ``/healthz`` and ``/metrics``, and writes its address to a file. A run goes on without it."""
+    """Serves ``/healthz`` and ``/metrics``, and writes its address to a file. Its failure ends no run."""
 
     def __init__(self, config: RolloutProcessConfig, announce: Callable[[str], None]) -> None:
         self._config, self._announce = config, announce
@@ -44,7 +44,7 @@ class RolloutMonitor:
             self._site = site
 
     def tell_servers(self, servers: Sequence[ServerInfo]) -> None:
-        """Writes the addresses of inference servers, which serve ``/metrics`` themselves, to a file."""
+        """Writes the inference servers' addresses to a file. The servers serve ``/metrics`` themselves."""
         if self._site is None:
             return
         parts = [urlsplit(server.url) for server in servers]
@@ -60,11 +60,11 @@ class RolloutMonitor:
 
 
 class ProcessHealth:
-    """Follows whether the process makes progress.
+    """Tracks whether the process makes progress.
 
     The process is stuck if, for longer than ``stuck_seconds``, it has not become ready, has had no
-    server that takes work, or has finished no completion for a batch that rank 0 waits for.
-    Starting counts as stuck only after ``startup_seconds``, the time that servers may take.
+    server that takes work, or has finished no completion while rank 0 waits for a batch. A start
+    counts as stuck only after ``startup_seconds``, the time that servers may take to start.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class ProcessHealth:
         self._had_server = self._progressed = self._clock()
 
     def note(self) -> None:
-        """Notes progress since the last call. It must be called about once a second."""
+        """Checks for progress since the last call. Must be called about once a second."""
         if self._session is None:
             return
         dispatcher, now = self._session.dispatcher, self._clock()
@@ -144,11 +144,11 @@ class ProcessHealth:
 
 
 class LoopLag:
-    """Measures the delay of the event loop, for which answers and commands wait.
+    """Measures the delay of the event loop, by which answers and commands are delayed.
 
-    A task sleeps for a short interval and records how late it wakes up. A blocked loop wakes it
-    once, although many events would have waited meanwhile, so the measurements that were missed
-    are added, each one interval shorter than the one before::
+    A task sleeps for a short interval and records how late it wakes up. While the loop is blocked, the
+    task misses measurements that would also have been late. These are added when it wakes up, each one
+    interval shorter than the one before::
 
         interval 10 ms, woken 35 ms late  ->  35, 25, 15, 5 ms
 

@@ -40,9 +40,9 @@ _RETRY_SECONDS = 0.2
 class Producer:
     """Starts groups, follows each one until it has rewards, and delivers batches.
 
-    The ledger must start at the position of ``prompts``. ``prompts`` must not return the groups in
-    ``saved`` again. ``writers`` has a writer for each environment's name. ``finished`` groups wait for
-    their batch.
+    The ledger must start at the position of ``prompts``, which must not return the prompts of groups in
+    ``saved`` again. ``writers`` has a writer for each environment's name. ``finished`` holds the groups
+    that wait for their batch.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Producer:
             self._restore(saved)
 
     def _restore(self, saved: SavedRollouts) -> None:
-        """Opens the restored groups before any new one: the staleness bound already counts them."""
+        """Opens the restored groups before any new group, so that the staleness bound counts them."""
         for group in saved.finished:
             oldest = min(rollout.oldest_version for rollout in group.rollouts)
             self._ledger.issue(group.group_id)
@@ -150,7 +150,7 @@ class Producer:
                 self._start_group(prompt, server, groups)
 
     async def _continue_unfinished(self, groups: asyncio.TaskGroup) -> None:
-        """Continues restored groups before any new one, which may wait for a batch that waits for them."""
+        """Continues restored groups first: new groups might wait for a batch that waits for these."""
         starts = {i: self._admission.start_version(i) for i in self._unfinished}
         for group_id in sorted(starts, key=lambda i: (starts[i], i)):
             prompt = await asyncio.to_thread(self._prompts.prompt_at, group_id)
@@ -217,11 +217,11 @@ class Producer:
             await self._group_done.wait()
 
     def _awaited(self) -> list[RunningGroup]:
-        """The running groups that the next batch waits for, taken to be those that were started first."""
+        """The running groups that the next batch waits for, assumed to be those that were started first."""
         return list(itertools.islice(self._running.values(), self._admission.num_missing))
 
     def progress(self) -> tuple[int, int, int]:
-        """The numbers of completions that the next batch has and needs, and of all tokens of the run."""
+        """The numbers of completions that the next batch has and needs, and of tokens generated so far."""
         wanted = self._admission.groups_per_batch * self._group_size
         num_missing = self._admission.num_missing
         done = wanted - num_missing * self._group_size
@@ -259,11 +259,11 @@ class Producer:
             await wait_at_most(_RETRY_SECONDS, self._room)
 
     def _note_shares(self) -> None:
-        """Records whether the servers are idle, and who waits for whom.
+        """Records whether the servers are idle, and what waits for what.
 
-        A busy trainer holds back a new group if servers have room, but the staleness bound or the
-        buffer has none. A waiting trainer waits for rewards if all awaited groups are generated, and
-        for episodes if all completions in flight are with environments and agents.
+        While the trainer is busy, new groups wait for it if servers have room, but the staleness bound or
+        the buffer has none. While the trainer waits, it waits for rewards if all awaited groups are
+        generated, and for episodes if all completions in flight wait for environments or agents.
         """
         in_flight, servers = self._dispatcher.in_flight, self._dispatcher.servers.values()
         versions = [s.version for s in servers if s.version is not None and s.is_ready()]
@@ -346,7 +346,7 @@ class Producer:
         self._kept_groups.drop(group_id, cause)
 
     def _relieve_overdue(self) -> bool:
-        """Applies ``rollout.overdue``; returns whether fewer groups hold up the next batch."""
+        """Drops or restarts overdue groups if ``rollout.overdue`` says so. Returns whether there were any."""
         if self._overdue == "wait":
             return False
         made_room = False
@@ -387,7 +387,7 @@ class Producer:
         )
 
     def count_prompts(self) -> None:
-        """Counts the prompts that the stream has left out since the last call, perhaps many."""
+        """Records the prompts that the stream has left out since the last call."""
         for skipped in self._prompts.take_skipped():
             self._skipped[skipped.index] = skipped.reason
             self._drops.record(skipped.reason, skipped.detail, source=skipped.path)

@@ -14,11 +14,11 @@ class RolloutBatch:
     """The ``grpo.prompts_per_step`` groups of one step, or with ``rollout.stream`` one part of them.
 
     ``progress`` is where a run resumes after this batch. ``closed`` are the prompts closed since the
-    previous batch, and ``rows`` says where their rows are. These three and ``metrics`` are valid only
-    in the part that ends a batch.
+    previous batch, and ``rows`` says where the rows of these prompts are. These three and ``metrics`` are
+    valid only in the part that ends a batch.
 
-    The groups are ordered by ``group_id``, and every rollout has a reward. The arrays are read-only,
-    and zeros if the ranks fetch their rollouts themselves (``prompts.single_rank_load = false``).
+    The groups are ordered by ``group_id``, and every rollout has a reward. The arrays are read-only. They
+    are zeros if the ranks fetch their rollouts themselves (``prompts.single_rank_load = false``).
     """
 
     groups: list[RolloutGroup]
@@ -31,7 +31,7 @@ class RolloutBatch:
 
 @dataclass(frozen=True)
 class EvaluatedCompletion:
-    """``num_tokens`` includes observations of an environment; the versions are those of the tokens."""
+    """A completion with its score. ``num_tokens`` includes the observations of an environment."""
 
     text: str
     score: float
@@ -43,7 +43,7 @@ class EvaluatedCompletion:
 
 @dataclass(frozen=True)
 class EvaluatedPrompt:
-    """Row ``index`` of a set, with those of its completions that received a score, at least one."""
+    """A held-out prompt, which is row ``index`` of its set, with its scored completions (at least one)."""
 
     index: int
     prompt: str
@@ -52,11 +52,11 @@ class EvaluatedPrompt:
 
 @dataclass(frozen=True)
 class SetResult:
-    """The figures of one set of held-out prompts.
+    """The results of one set of held-out prompts.
 
-    Prompts and completions without a score do not count. ``score`` is the mean over the prompts
-    of the mean over the completions of each, and ``pass_at`` the mean of pass@k over the prompts,
-    by k. ``samples`` are the first prompts of the set.
+    Prompts and completions without a score do not count. ``score`` is the mean over the prompts of each
+    prompt's mean over its completions. ``pass_at`` maps k to the mean of pass@k over the prompts.
+    ``samples`` are the first prompts of the set.
     """
 
     name: str
@@ -73,10 +73,10 @@ class SetResult:
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """The figures of one evaluation of all sets.
+    """The results of one evaluation of all sets.
 
-    ``version`` and ``newest_version`` are those of the oldest and newest token, and
-    ``mixed_fraction`` the share of completions with a token of another version than ``version``.
+    ``version`` is the oldest policy version that generated a token, and ``newest_version`` the newest.
+    ``mixed_fraction`` is the share of completions with a token of another version than ``version``.
     """
 
     sets: tuple[SetResult, ...]

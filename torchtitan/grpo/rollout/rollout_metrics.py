@@ -15,7 +15,7 @@ _TOKENS = "rollout/tokens_per_second"
 
 
 class RolloutMetrics:
-    """``file_names`` are short names of the prompt files; empty if there is only one file."""
+    """Computes a batch's metrics. ``file_names`` are short names of prompt files, none for a single file."""
 
     def __init__(self, file_names: Sequence[str] = ()) -> None:
         self._no_groups = {f"rollout/file/{name}/fraction": 0.0 for name in file_names}
@@ -25,7 +25,7 @@ class RolloutMetrics:
     def of_batch(
         self, groups: Sequence[RolloutGroup], num_tokens: int, counts: Mapping[str, int]
     ) -> dict[str, float]:
-        """Returns metrics since the last batch. ``num_tokens`` and ``counts`` are of the whole run."""
+        """Returns the metrics of a batch. ``num_tokens`` and ``counts`` are totals of the run so far."""
         now, totals = time.monotonic(), Counter({**counts, _TOKENS: num_tokens})
         elapsed = max(now - self._last_time, 1e-9)
         new = {name: float(total - self._last[name]) for name, total in totals.items()}
@@ -35,7 +35,7 @@ class RolloutMetrics:
 
 
 def with_environment(name: str, metrics: Mapping[str, float]) -> dict[str, float]:
-    """Puts an environment's name, if it has one, into the names of its metrics.
+    """Inserts an environment's name, unless it is empty, into the names of the environment's metrics.
 
     Example: ``environment/step_seconds`` of ``game`` is ``environment/game/step_seconds``.
     """
@@ -46,7 +46,7 @@ def with_environment(name: str, metrics: Mapping[str, float]) -> dict[str, float
 
 
 class ShareClock:
-    """Measures for which share of the time a condition holds."""
+    """Measures the share of time for which a condition holds."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
@@ -106,7 +106,7 @@ def _file_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
 
 
 def _logged_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
-    """The mean over the groups for which a reward function logged each metric."""
+    """The mean of each metric that reward functions logged, over those groups that have the metric."""
     logged: dict[str, list[float]] = defaultdict(list)
     for group in groups:
         for name, value in group.rollouts[0].reward_metrics.items():

@@ -3,9 +3,9 @@
 
 """Saves rollouts that are not yet trained on in a file beside the checkpoint.
 
-A resumed run continues with them. Nothing is generated twice, so long answers are not at a
-disadvantage. Without the file, or if it is damaged, the prompts are still open in the ledger and
-are generated again.
+A resumed run continues with these rollouts. If a resume discarded them instead, long answers would be
+lost more often than short ones. If the file is missing or damaged, their prompts are still open in
+the ledger, and their completions are generated again.
 """
 
 import math
@@ -38,7 +38,10 @@ FOLDER = "rollouts"
 
 @dataclass(frozen=True)
 class UnfinishedGroup:
-    """A group that started under ``start_version``. ``begun`` are parts of unfinished completions."""
+    """A group that started under version ``start_version`` and still needs completions.
+
+    ``generations`` are its finished completions, and ``begun`` parts of unfinished ones.
+    """
 
     group_id: int
     start_version: int
@@ -50,7 +53,7 @@ class UnfinishedGroup:
 class SavedRollouts:
     """Everything that a rollout process holds between two batches.
 
-    ``version`` batches were trained on, and ``closed`` are the prompts closed since the last of them.
+    ``version`` is the number of batches trained on, and ``closed`` has the prompts closed since the last.
     """
 
     version: int
@@ -61,7 +64,7 @@ class SavedRollouts:
 
     @property
     def num_rollouts(self) -> int:
-        """Number of completions, finished or begun, that need not be generated again."""
+        """The number of saved completions, finished or unfinished."""
         finished = sum(len(group.rollouts) for group in self.finished)
         return finished + sum(len(g.generations) + len(g.begun) for g in self.unfinished)
 
@@ -75,7 +78,7 @@ class SavedRolloutsError(ValueError):
 
 
 class _File(msgspec.Struct):
-    """``packed`` encodes a :class:`Packed`."""
+    """The file's content. ``packed`` encodes a :class:`Packed`, and ``crc32`` is its checksum."""
 
     crc32: int
     packed: bytes
@@ -92,7 +95,7 @@ def write_saved(path: Path, saved: SavedRollouts) -> None:
 
 
 def read_saved(path: Path, version: int) -> SavedRollouts:
-    """Raises :class:`SavedRolloutsError` if the file is damaged or belongs to another step."""
+    """Reads a file. Raises SavedRolloutsError if it is damaged or belongs to another step."""
     try:
         file = msgspec.msgpack.decode(read_regular(path), type=_File)
         if file.crc32 != zlib.crc32(file.packed):
@@ -114,7 +117,7 @@ def discard_after(dump_folder: str, step: int) -> None:
 
 
 def remove_others(dump_folder: str, kept_steps: Sequence[int]) -> None:
-    """Removes the files whose checkpoints no longer exist."""
+    """Removes the files of all steps that are not in ``kept_steps``."""
     kept = {file_of(dump_folder, step) for step in kept_steps}
     for file in (Path(dump_folder) / FOLDER).glob("step-*.msgpack"):
         if file not in kept:
@@ -126,7 +129,7 @@ def check_saved(
 ) -> None:
     """Raises :class:`SavedRolloutsError` if the rollouts cannot belong to the run.
 
-    ``progress`` is that of the checkpoint, which may be older than that of the file.
+    ``progress`` is the checkpoint's prompt progress. The progress in the file may be newer.
     """
     for problem in (_ledger_problem(saved, progress), *_problems(saved, vocab_size, row_len)):
         if problem is not None:

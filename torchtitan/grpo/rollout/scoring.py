@@ -59,10 +59,10 @@ class Scorer:
     async def score(self, prompt: Prompt, generations: Sequence[Generation]) -> list[Rollout]:
         """Returns one rollout per generation.
 
-        A rollout's reward is ``None`` if a function with a weight gave ``None`` for it. A user's function
-        that gives ``None`` for all of several rollouts does not apply to the prompt, and is left out.
-        Without reward functions, in a run that learns only from a teacher, each reward is 0.
-        Raises :class:`ScoringFailed`, and :class:`RewardError` if the run must stop.
+        A rollout's reward is ``None`` if a function of nonzero weight gave ``None`` for it. But a user's
+        function that gives ``None`` for all of two or more rollouts does not apply to the prompt, and is
+        ignored. Without reward functions, in a run that learns only from a teacher, each reward is 0.
+        Raises :class:`ScoringFailed`, or :class:`RewardError` if the run must stop.
         """
         ids = [read_ids(generation) for generation in generations]
         texts = await decode_all(self._codec, ids)
@@ -73,18 +73,18 @@ class Scorer:
         return self._rollouts(prompt, generations, texts, scored)
 
     async def unscorable(self, prompt: Prompt, written: Sequence[Generation]) -> list[Rollout]:
-        """Returns the rollouts of episodes that failed through the policy itself. Calls no reward function."""
+        """Returns rollouts for episodes that failed because of the policy. They are not scored."""
         texts = await decode_all(self._codec, [read_ids(one) for one in written])
         nothing = Scored([], {}, {}, unscorable=list(range(len(written))))
         return self._rollouts(prompt, written, texts, nothing)
 
     def silent(self, rollouts: Sequence[Rollout]) -> str:
-        """Names the functions that gave no number for some of the rollouts without a reward."""
+        """Returns the names of functions that gave no number for at least one rollout without a reward."""
         given = [rollout.reward_components for rollout in rollouts if rollout.reward is None]
         return ", ".join(name for name in self._names if any(name not in of for of in given))
 
     async def accepted(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """The rollouts that ``rollout.should_accept`` keeps, by default all. Raises as :meth:`score`."""
+        """Returns the rollouts that ``rollout.should_accept`` keeps, by default all. Raises like `score`."""
         if self._acceptor is None:
             return list(rollouts)
         texts = [rollout.completion for rollout in rollouts]
@@ -95,7 +95,7 @@ class Scorer:
         return [r for r, verdict in zip(rollouts, verdicts, strict=True) if verdict]
 
     def describe(self) -> str:
-        """Describes the groups that wait to be scored again; empty if there are none."""
+        """Describes the groups that wait to be scored again. An empty string if there are none."""
         return self._pool.describe()
 
     def _rollouts(
@@ -123,7 +123,7 @@ class Scorer:
         return rollouts
 
     def _applies(self, function: str, values: Sequence[float | None]) -> bool:
-        """Whether a function applies to the prompt. A single ``None`` may be a failure and proves nothing."""
+        """Whether a function with these values applies to the prompt: not if all, at least two, are None."""
         applies = len(values) < 2 or any(value is not None for value in values)
         if not applies and function not in self._told:
             self._told.add(function)
@@ -135,7 +135,7 @@ class Scorer:
 
 
 def read_ids(generation: Generation) -> list[int]:
-    """Returns the tokens that reward functions get: each turn once, though later contexts repeat it."""
+    """Returns the tokens for reward functions: each turn once, even if later rows repeat it as context."""
     return without_contexts(generation.token_ids, generation.new_rows).tolist()
 
 
@@ -145,26 +145,26 @@ async def decode_all(codec: TextCodec, ids: Sequence[list[int]]) -> list[str]:
 
 
 def environment_columns(generations: Sequence[Generation]) -> dict[str, list[float | None]]:
-    """The columns that reward functions receive about the environment."""
+    """The columns that reward functions receive from the environment."""
     return {"environment_reward": [generation.environment_reward for generation in generations]}
 
 
 def weighted_sum(values: Sequence[float | None], weights: Sequence[float]) -> float | None:
-    """Returns ``None`` if all values are missing, or one with a nonzero weight is."""
+    """Returns the weighted sum, or ``None`` if all values, or any with nonzero weight, are ``None``."""
     terms = [w * v for v, w in zip(values, weights, strict=True) if v is not None]
     is_whole = all(v is not None or w == 0 for v, w in zip(values, weights, strict=True))
     return sum(terms) if terms and is_whole else None
 
 
 def prompt_text(prompt: Prompt) -> str:
-    """A prompt for logs, with one line per chat message."""
+    """Returns a prompt as text for logs, with each chat message on a new line."""
     if isinstance(prompt.text, str):
         return prompt.text
     return "\n".join(f"{message['role']}: {message['content']}" for message in prompt.text)
 
 
 def brief_columns(columns: Mapping[str, Any]) -> dict[str, Any]:
-    """Shortens values for logs: cuts long ones, such as whole files, and shows other objects as text."""
+    """Shortens values for logs. Cuts long ones, and converts objects that are no JSON to text."""
     return {name: _brief(value) for name, value in columns.items()}
 
 

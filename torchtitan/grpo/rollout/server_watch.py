@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The current servers of a run, as rank 0 knows them from the rollout process.
+"""The current servers of a run, as the rollout process reports them to rank 0.
 
 Changes arrive on a separate socket, so that a thread that reads them does not wait for the
 thread that receives batches, which may be inside a training step.
@@ -16,7 +16,7 @@ from torchtitan.grpo.types import ServerInfo
 
 
 class ServerWatch:
-    """The newest list of servers, from a PULL socket. Thread-safe, and no method waits."""
+    """The newest list of servers, received by a PULL socket. Thread-safe. No method waits for a message."""
 
     def __init__(self, socket: zmq.Socket) -> None:
         self._lock = threading.Lock()
@@ -25,20 +25,20 @@ class ServerWatch:
         self._has_news = False
 
     def begin(self, servers: list[ServerInfo]) -> None:
-        """Sets the servers of the start, unless newer ones have already arrived."""
+        """Sets the initial list of servers, unless a newer list has already arrived."""
         with self._lock:
             self._receive()
             if self._servers is None:
                 self._servers = servers
 
     def renew(self, servers: list[ServerInfo]) -> None:
-        """Sets the servers of a restarted process, which always counts as a change."""
+        """Sets the servers of a restarted process. This counts as a change even if the list is the same."""
         with self._lock:
             self._receive()
             self._servers, self._has_news = servers, True
 
     def reconnect(self, socket: zmq.Socket) -> None:
-        """Listens to another process. The known servers stay until it reports its own."""
+        """Listens to a restarted process. The known servers stay until that process reports its own."""
         self.close()
         with self._lock:
             self._socket = socket
@@ -51,7 +51,7 @@ class ServerWatch:
     def poll(self) -> list[ServerInfo] | None:
         """Returns the servers if they changed since the last call, else None.
 
-        For one caller: it reports a change once.
+        Each change is reported once, so there must be only one caller.
         """
         with self._lock:
             self._receive()

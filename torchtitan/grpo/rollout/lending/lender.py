@@ -46,11 +46,11 @@ class LentServers(Protocol):
         ...
 
     async def set_wanted(self, is_wanted: bool) -> None:
-        """Tells rank 0's lanes whether lent servers are to serve or to sleep."""
+        """Reports to rank 0 whether lent servers are to serve or to sleep."""
         ...
 
     def is_up(self, url: str) -> bool:
-        """Whether the process of a lent server runs and has started."""
+        """Whether the process of a lent server runs and has finished starting."""
         ...
 
     async def end(self, url: str) -> bool:

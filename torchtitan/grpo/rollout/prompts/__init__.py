@@ -3,8 +3,8 @@
 
 """Prompt sets as one endless, shuffled and resumable stream of tokenized prompts.
 
-In reading order: `prompt_set` (the rows of a table as prompts), `row_check` (of a set, before training),
-`mixture` (several sets, and the set that each draw goes to), and `prompt_stream` (the row of each draw).
+In reading order: `prompt_set` (the rows of a table as prompts), `row_check` (checks rows before training),
+`mixture` (which of several sets each prompt is drawn from), and `prompt_stream` (which row is drawn).
 """
 
 from torchtitan.grpo.rollout.prompts.mixture import open_sets

@@ -32,7 +32,7 @@ from torchtitan.grpo.rollout.tokenizer import TextCodec
 
 
 class Draw(NamedTuple):
-    """``number`` is how many earlier draws went to the same set."""
+    """The set that a prompt is drawn from. ``number`` is how many earlier prompts came from that set."""
 
     set: int
     number: int
@@ -41,7 +41,7 @@ class Draw(NamedTuple):
 class Interleaving:
     """The order in which prompts are drawn from several sets.
 
-    Weights must be positive. They stand for the decimal numbers that Python prints for them, so that
+    Weights must be positive. Each is taken as the decimal number that Python prints for it, so that
     0.7 and 0.3 are in the ratio of exactly 7 to 3.
     """
 
@@ -84,7 +84,7 @@ class Interleaving:
 def open_sets(config: RolloutProcessConfig, codec: TextCodec) -> list[PromptSet]:
     """Opens the prompt sets of all environments: one for each, or several with ``prompts.paths``.
 
-    A ValueError names what cannot be used.
+    Raises ValueError if a set cannot be used.
     """
     sets = []
     with ExitStack() as stack:
@@ -108,8 +108,8 @@ def _named(paths: list[str]) -> list[tuple[str, str]]:
 
 
 def short_names(paths: Sequence[str]) -> list[str]:
-    """Unique names without slashes: ``a/train.jsonl``, ``b/train.jsonl`` and ``c/more.jsonl`` give
-    ``a-train``, ``b-train`` and ``more``.
+    """Makes unique names without slashes: ``a/train.jsonl``, ``b/train.jsonl`` and ``c/more.jsonl``
+    become ``a-train``, ``b-train`` and ``more``.
     """
     parts = [(*Path(path).parts[:-1], _stem(path)) for path in paths]
     names: list[str] = []

@@ -29,7 +29,7 @@ PromptText = str | list[dict[str, str]]
 
 @dataclass(frozen=True)
 class PromptLimits:
-    """``source`` names the settings from which ``max_tokens`` follows.
+    """Limits for each prompt of a set. ``source`` names the settings that determine ``max_tokens``.
 
     ``remedy`` is a sentence on what to do if prompts are too long.
     """
@@ -50,7 +50,7 @@ class PromptLimits:
 
 @dataclass(frozen=True)
 class CheckedRows:
-    """``num_tokenized`` also counts prompts that were not tokenized for their many characters."""
+    """Counts of checked rows. ``num_tokenized`` includes prompts with too many characters to tokenize."""
 
     num_rows: int
     num_checked: int
@@ -111,7 +111,7 @@ class PromptSet:
         set_name: str | None = None,
         environment: str = "",
     ) -> "PromptSet":
-        """Opens the table at ``path``; a ValueError says why it cannot be used."""
+        """Opens the table at ``path``. Raises ValueError if it cannot be used."""
         settings = config.prompts
         table = open_table(path, split, settings.rename, settings.column, key, name)
         return cls(table, settings, codec, PromptLimits.of(config), key, set_name, environment)
@@ -121,13 +121,13 @@ class PromptSet:
 
     @property
     def most_characters(self) -> int:
-        """Prompts of more characters are certainly too long, and are not tokenized."""
+        """The number of characters above which a prompt must be too long, and is not tokenized."""
         return self.limits.max_tokens * self._codec.longest_token
 
     def prompt(self, row: int, index: int) -> Prompt | None:
         """Returns row ``row`` as prompt ``index`` of the stream, or ``None`` if it is too long.
 
-        Raises :class:`RowError` if the row is no prompt, or has token IDs outside the vocabulary.
+        Raises :class:`RowError` if the row has no valid prompt, or token IDs outside the vocabulary.
         """
         if row in self._too_long:
             return None
@@ -152,7 +152,7 @@ class PromptSet:
         return Prompt(index, text, token_ids, columns, self.where(row))
 
     def texts(self, first: int, end: int) -> Iterator[tuple[dict[str, Any], PromptText] | RowError]:
-        """Yields columns and text of the rows ``first`` to ``end - 1``, or why a row is no prompt."""
+        """Yields, for each of the rows [first, end), its columns and prompt, or the error if it has none."""
         for row, columns in enumerate(self._table.rows(first, end), start=first):
             try:
                 if isinstance(columns, RowError):
@@ -173,7 +173,7 @@ class PromptSet:
         raise self.none_usable_error()
 
     def notes(self) -> Iterator[str]:
-        """Yields what a user should know about the prompts that were checked."""
+        """Yields warnings about the prompts that were checked."""
         if (checked := self.checked) and 2 * checked.num_fitting < checked.num_tokenized:
             yield (
                 f"{self.key}: only {checked.num_fitting:,} of {checked.num_tokenized:,} prompts of "
@@ -213,7 +213,7 @@ class PromptSet:
 
     @contextmanager
     def _at(self, row: int) -> Iterator[None]:
-        """Turns a ValueError into a RowError, which names the row."""
+        """Converts a ValueError in its block to a RowError that names the row."""
         try:
             yield
         except ValueError as error:
@@ -273,14 +273,14 @@ def check_vocabulary(token_ids: Sequence[int], vocab_size: int) -> None:
 
 
 def num_characters(text: PromptText) -> int:
-    """The number of characters of a prompt, without those that its chat template adds."""
+    """The number of characters of a prompt, not counting those that a chat template adds."""
     if isinstance(text, str):
         return len(text)
     return sum(len(message["content"] or "") for message in text)
 
 
 def prompt_text(columns: dict[str, Any], settings: Prompts) -> PromptText:
-    """Returns a row's prompt. Raises ValueError saying why it has none, without the row's location."""
+    """Returns a row's prompt. Raises ValueError, which does not name the row, if it has none."""
     column = settings.column
     value = columns[column]
     # A number may describe the row.
@@ -349,7 +349,7 @@ def _filled_in(value: str, columns: dict[str, Any], settings: Prompts) -> str:
 
 
 def read_messages(value: Any) -> list[dict[str, Any]]:
-    """Returns messages without nulls, their parts joined. Raises ValueError saying what was received."""
+    """Returns messages without null fields and with joined text parts. Raises ValueError if invalid."""
     if not isinstance(value, list) or not value or not all(map(_has_content, value)):
         raise ValueError(f"got {value!r:.200}")
     messages = [_read_message(message, number) for number, message in enumerate(value, start=1)]
@@ -360,7 +360,7 @@ def read_messages(value: Any) -> list[dict[str, Any]]:
 
 
 def _has_content(message: Any) -> bool:
-    """Whether a message has a role and content; an assistant's may have calls instead of content."""
+    """Whether a message has a role and content. The assistant's messages may lack content."""
     has_role = isinstance(message, dict) and "role" in message
     return has_role and ("content" in message or message["role"] == "assistant")
 
@@ -384,7 +384,7 @@ def _read_message(message: dict[str, Any], number: int) -> dict[str, Any]:
 
 
 def _is_blank(content: Any) -> bool:
-    """Whether a prompt, or the content of a message, has nothing to show."""
+    """Whether a prompt, or the content of a message, has no visible character."""
     return content is None or (isinstance(content, str) and _VISIBLE.search(content) is None)
 
 

@@ -8,8 +8,8 @@ Invariants:
 - The index of a prompt determines its set, epoch and row. It depends only on the settings, the
   sizes of the sets and the seed, not on earlier draws.
 - A stream returns ``pending`` in ascending order, then all usable indices from ``position`` on. To
-  continue another stream exactly, it therefore needs only the other's position and the prompts that
-  the other returned and that were not used up.
+  continue another stream exactly, it therefore needs only that stream's position, and as ``pending``
+  the prompts which that stream has returned but which were not used up.
 """
 
 import logging
@@ -33,7 +33,7 @@ _KEPT_EPOCHS = 2
 
 
 class EpochOrder:
-    """Permutes the rows anew in each epoch; ``set_number`` makes sets of equal size differ."""
+    """Shuffles rows anew in each epoch. By ``set_number``, sets of equal size get different orders."""
 
     def __init__(self, num_rows: int, *, seed: int, set_number: int, shuffle: bool) -> None:
         self._num_rows, self._shuffle = num_rows, shuffle
@@ -51,7 +51,7 @@ class EpochOrder:
 
 
 class Skipped(NamedTuple):
-    """A prompt that the stream has left out; ``detail`` is a sentence on its row."""
+    """A prompt that the stream has left out. ``detail`` is a sentence on what is wrong with its row."""
 
     index: int
     reason: Literal["too long", "unusable"]
@@ -60,11 +60,11 @@ class Skipped(NamedTuple):
 
 
 class PromptStream:
-    """Returns prompts of one or more sets, epoch after epoch, and closes the sets. Thread-safe.
+    """Returns prompts of one or more sets, epoch after epoch. Closing it closes the sets. Thread-safe.
 
     ``weights`` are by default the sizes of the sets, so that all sets end their epochs together.
-    ``position`` is the index of the first new prompt; rows that are left out have indices, too.
-    ``pending`` are distinct indices below it that were returned earlier and not used up.
+    ``position`` is the index of the first new prompt. Rows that are left out have indices, too.
+    ``pending`` are distinct indices below ``position`` that were returned earlier and not used up.
     """
 
     def __init__(
@@ -97,24 +97,24 @@ class PromptStream:
 
     @property
     def position(self) -> int:
-        """Index of the next new prompt, which follows those of ``pending``."""
+        """Index of the next prompt that was never returned. Prompts of ``pending`` come before it."""
         return self._position
 
     def file_of(self, index: int) -> str:
-        """The name of a prompt's environment or file; empty if the run has only one."""
+        """The name of a prompt's environment or file, or an empty string if the run has only one."""
         return self.file_names[self._interleaving.at(index).set] if self.file_names else ""
 
     def row_of(self, index: int) -> str:
-        """Where a prompt's row is in the data, such as ``train.jsonl:8``."""
+        """The location of a prompt's row in the data, such as ``train.jsonl:8``."""
         number, draw = self._interleaving.at(index)
         return self.sets[number].where(self._orders[number].row(draw))
 
     def environment_of(self, index: int) -> str:
-        """The name of a prompt's environment; empty if environments have no names."""
+        """The name of a prompt's environment, or an empty string if environments have no names."""
         return self._set_of(index).environment
 
     def next(self) -> Prompt:
-        """Returns the next prompt that can be used; see :meth:`take_skipped` for the others.
+        """Returns the next usable prompt. The others are reported by :meth:`take_skipped`.
 
         Raises ``ValueError`` if a set has no usable prompt, or a pending prompt cannot be used.
         """
@@ -138,12 +138,12 @@ class PromptStream:
                 self._skipped.append(Skipped(index, "too long", prompts.path, reason))
 
     def take_skipped(self) -> Iterator[Skipped]:
-        """Yields what was left out since the last call. Another thread may draw meanwhile."""
+        """Yields the prompts left out since the last call. Other threads may call :meth:`next` meanwhile."""
         while self._skipped:
             yield self._skipped.popleft()
 
     def prompt_at(self, index: int) -> Prompt:
-        """Returns a prompt that was returned earlier and is not in ``pending``."""
+        """Returns again a prompt that was returned before this run was resumed and is not in ``pending``."""
         with self._lock:
             return self._prompt_at(index)
 

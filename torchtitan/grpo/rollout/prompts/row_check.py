@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Checks the rows of a prompt set before training, as far as that takes seconds.
+"""Checks the rows of a prompt set before training, or a sample of rows if all would take too long.
 
 Invariants:
 
@@ -11,8 +11,8 @@ Invariants:
 - Prompts are tokenized, and chat messages rendered, for up to :data:`TOKENIZED_ROWS` rows and
   :data:`TOKENIZED_CHARACTERS`, spread evenly. One conversation of each sequence of roles is added,
   because chat templates refuse certain sequences.
-- A bad row that is found here makes the set unusable. One that is found later, when it is drawn, is
-  left out and counted, so nothing that a run has learned depends on what was not checked.
+- A bad row that is found here makes the set unusable. A bad row that is found later, when it is drawn,
+  is left out and counted, so that it does not end a run that has already learned something.
 """
 
 import logging
@@ -63,7 +63,7 @@ def check_rows(
     *,
     say: Callable[[str], object] = logger.info,
 ) -> CheckedRows:
-    """Checks the rows of a set; a ValueError names the first that cannot be used."""
+    """Checks the rows of a set. Raises ValueError, which names the first bad row, if any is bad."""
     progress = _Progress(prompts, say)
     bad: dict[int, str] = {}
     sizes: dict[int, int] = {}
@@ -133,7 +133,7 @@ def first_prompts(
 
 
 def _refuse_bad_rows(prompts: PromptSet, bad: Sequence[str], num_checked: int) -> None:
-    """Raises ValueError if there are faults; ``bad`` has them in the order of the rows."""
+    """Raises ValueError if there are bad rows. ``bad`` has their faults in the order of the rows."""
     if bad:
         raise ValueError(
             f"{prompts.key}: {len(bad)} of the {num_checked} rows of {prompts.path} that were checked "
@@ -152,7 +152,7 @@ def _ranges(prompts: PromptSet) -> Iterator[tuple[int, int]]:
 
 
 def _rows_to_tokenize(sizes: dict[int, int], always: set[int]) -> list[int]:
-    """Evenly spread rows, at most as many as the limits of this module allow, and the rows ``always``."""
+    """Returns evenly spread rows, as many as this module's limits allow, and the rows ``always``."""
     rows, total = list(sizes), sum(sizes.values())
     share = min(1.0, TOKENIZED_CHARACTERS / max(total, 1))
     number = max(1, min(TOKENIZED_ROWS, int(share * len(rows))))
@@ -163,7 +163,7 @@ def _rows_to_tokenize(sizes: dict[int, int], always: set[int]) -> list[int]:
 
 
 def _shape(text: PromptText) -> tuple[str, ...]:
-    """The properties by which a template may tell conversations apart."""
+    """The properties of a conversation, other than its text, that a chat template may depend on."""
     if isinstance(text, str):
         return ()
     return tuple(

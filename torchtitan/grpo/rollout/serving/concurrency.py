@@ -23,10 +23,10 @@ class ConcurrencyWindow:
 
         OPEN --pressure: size is halved--> SHUT --a completion begun since then ended--> OPEN
 
-    While it is SHUT, it is not halved again: completions that began earlier say nothing about the new size.
+    In SHUT, ``size`` is not halved again: completions that began earlier say nothing about the new size.
 
-    A group starts as a whole while fewer than ``size`` completions are in flight. Hence, with
-    the group size as floor and ``rollout.max_concurrent_rollouts`` as ceiling::
+    All completions of a group start at once, if fewer than ``size`` completions are in flight. Hence,
+    with the group size as floor and ``rollout.max_concurrent_rollouts`` as ceiling::
 
         floor <= size <= ceiling
         new work never brings more than size + group_size - 1 completions in flight
@@ -48,17 +48,17 @@ class ConcurrencyWindow:
         self._is_shut = False
 
     def offer(self, quota: int) -> None:
-        """Enlarges a window that was never cut, for example after a server has left."""
+        """Enlarges the window to ``quota`` unless it was ever halved, for example when a server has left."""
         if self.num_cuts == 0:
             self.size = min(max(quota, self.size), self.ceiling)
 
     def begin(self) -> int:
-        """Returns the number of a completion, by which its end is reported."""
+        """Counts a new completion. Returns its number, which :meth:`succeed` and :meth:`fail` take."""
         self._num_begun += 1
         return self._num_begun - 1
 
     def succeed(self, number: int, in_flight: int) -> None:
-        """``in_flight`` still includes the completion."""
+        """Records that a completion has ended without failure. ``in_flight`` still includes it."""
         self._end(number)
         if in_flight + self.floor <= self.size or self._num_reports_of_pressure:
             return  # another group would have fitted, so the window was not the limit

@@ -58,7 +58,10 @@ _LOAD_PERIOD_SECONDS = 1.0
 
 @dataclass(eq=False)
 class _Completion:
-    """``floor`` is the oldest version that may generate it. ``place`` is its job on a server."""
+    """A completion in flight. ``floor`` is the oldest version that may generate it.
+
+    ``place`` is the server that the completion is on, and its job there.
+    """
 
     prompt: Prompt
     sampling: Sampling
@@ -75,9 +78,9 @@ class _Completion:
 class Dispatcher:
     """Manages all servers and the completions in flight on them.
 
-    Callers of :meth:`submit` must respect ``max_concurrent_rollouts``; the dispatcher only divides
-    it among the windows of servers. ``listeners`` are called when a server may have become free or
-    ready. ``in_flight`` leaves out evaluations.
+    Callers of :meth:`submit` must respect ``max_concurrent_rollouts``. The dispatcher only divides
+    this limit among the windows of servers. ``listeners`` are called when a server may have become
+    free or ready. ``in_flight`` does not count completions of evaluations.
     """
 
     def __init__(
@@ -113,9 +116,9 @@ class Dispatcher:
         server.window = self._window()
 
     def remove(self, url: str) -> list[asyncio.Task[Generation]]:
-        """Moves a server's completions to other servers.
+        """Removes a server, and moves its completions to other servers.
 
-        Returns the cancelled requests. They still notify the server, so close its client after them.
+        Returns the cancelled requests. They still notify the server, so await them before closing its client.
         """
         server = self.servers.pop(url)
         self._leave_ready(server)
@@ -161,11 +164,11 @@ class Dispatcher:
         await wait_at_most(seconds, self._attested)
 
     async def cut(self, url: str) -> int:
-        """Ends the requests of the server at ``url`` now; it gets no more before :meth:`admit`.
+        """Ends the requests of the server at ``url`` now. It gets no more until :meth:`admit` is called.
 
         Completions keep the tokens that they have, and continue on other servers, or later on this one.
-        If the server does not answer within five seconds, its completions are generated again; that
-        is no failure either. Returns the number of requests that the server had.
+        If the server does not answer within five seconds, its completions are generated again, but do
+        not count as failed. Returns the number of requests that the server had.
         """
         server = self.servers.get(url)
         if server is None:
@@ -185,7 +188,7 @@ class Dispatcher:
         return num_requests
 
     def admit(self, url: str) -> None:
-        """Lets a server that was cut become READY again, once a version is attested."""
+        """Allows a server that was cut to become READY when a version is attested again."""
         if url in self.servers:
             server = self.servers[url]
             server.is_cut = server.is_asleep = server.is_lost = False
@@ -205,7 +208,7 @@ class Dispatcher:
             self.servers[url].window = self._window()
 
     async def watch_loads(self) -> None:
-        """Keeps asking servers for their loads. A server that does not answer stays in use."""
+        """Polls the servers' loads forever. A server that does not answer stays in use."""
         while True:
             running = [s for s in self.servers.values() if not (s.is_down or s.is_asleep)]
             await asyncio.gather(*(server.ask_load() for server in running))
@@ -249,7 +252,7 @@ class Dispatcher:
         prefer: str | None = None,
         has_begun: bool = False,
     ) -> Server | None:
-        """Returns :func:`best_server` of the usable versions. ``prefer`` is a URL."""
+        """Returns the best server whose version is usable, or None. ``prefer`` is a server's URL."""
         return best_server(
             self.ready(usable),
             num_completions=self._group_size,
@@ -268,14 +271,14 @@ class Dispatcher:
     ) -> asyncio.Task[Generation]:
         """Starts one completion on a ready ``server``. It is in flight immediately.
 
-        A failed request is retried once. It is retried a few times if the connection failed, and as
-        often as necessary if the server was lost. If the server is cut, the answer may be incomplete
+        A failed request is retried once, or a few times if the connection failed, or as often as
+        necessary if the server was lost. If the server is cut, the answer may be incomplete
         (it ends with ``length`` before ``max_new_tokens``), and the caller must continue it. The task
         raises :class:`ServerError` if all attempts failed, or no server took the completion within
-        ``rollout.request_timeout_seconds``, and :class:`ServersFailing`.
+        ``rollout.request_timeout_seconds``, and :class:`ServersFailing` if the run must stop.
 
-        ``expected_tokens``, by default the mean of the answers so far, includes later segments.
-        ``allowed`` marks a completion of an evaluation, and tells the servers that may generate it.
+        ``expected_tokens`` includes later segments. The default is the mean of the answers so far.
+        ``allowed`` is given only for evaluations, and says which servers may generate the completion.
         """
         assert server.version is not None, f"{server.url} is not ready"
         if expected_tokens is None:
@@ -290,7 +293,7 @@ class Dispatcher:
 
     @contextmanager
     def hold(self, server: Server | None = None, *, is_evaluation: bool = False) -> Iterator[None]:
-        """Counts a completion as in flight, with a place on ``server``, although no server generates it."""
+        """Counts a completion as in flight on ``server``, or on none, while no server generates it."""
         self._count_flight(1, is_evaluation)
         self.num_held += not is_evaluation
         job = server and server.begin_job(self._mean_tokens or 1.0, is_evaluation=is_evaluation)
@@ -381,7 +384,7 @@ class Dispatcher:
         return generation
 
     async def _next_server(self, completion: _Completion, error: ServerError) -> Server:
-        """Waits for a server; prefers one that runs other completions of the group, so it has the prompt."""
+        """Waits for a server. Prefers one that runs completions of the same group, as it has the prompt."""
         seconds, floor = self._config.request_timeout_seconds, completion.floor
         patience, group_id = Patience(seconds), completion.prompt.group_id
         while True:

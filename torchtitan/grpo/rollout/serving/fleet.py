@@ -4,7 +4,7 @@
 """The servers of a run, which ``[inference]`` names or launches.
 
 The set can change: ``inference.urls_file`` may name other servers, servers may register and leave,
-and a launched server may end for good. The dispatcher is told first, and then rank 0.
+and a launched server may end for good. A change is reported to the dispatcher first, and then to rank 0.
 """
 
 import asyncio
@@ -93,7 +93,7 @@ class ServerFleet:
         return [info.url for info in self.servers if info.is_lent]
 
     async def set_wanted(self, is_wanted: bool) -> None:
-        """Tells rank 0's lanes whether lent servers are to serve or to sleep."""
+        """Reports to rank 0 whether lent servers are to serve or to sleep."""
         for url in self.lent:
             info, client = self._members[url]
             self._members[url] = replace(info, is_wanted=is_wanted), client
@@ -103,7 +103,7 @@ class ServerFleet:
         await self._tell(self.servers)
 
     def is_up(self, url: str) -> bool:
-        """Whether a launched server runs and has started."""
+        """Whether the launched server at ``url`` runs and has finished starting."""
         return any(one.is_up for one in self._supervisors if one.client.url == url)
 
     async def end(self, url: str) -> bool:
@@ -153,7 +153,7 @@ class ServerFleet:
         ]
 
     async def watch(self, dispatcher: Dispatcher, tell: Tell) -> None:
-        """Follows changes of the set of servers forever, and calls ``tell`` with the new list after each.
+        """Watches the set of servers forever, and calls ``tell`` with the new list after each change.
 
         Raises ``RuntimeError`` if the last launched server has ended and is not restarted.
         """
@@ -265,7 +265,7 @@ class ServerFleet:
                 logger.info("%s was read again. It names the same servers as before.", source.name)
 
     def _change_to(self, urls: list[str], source: str, tasks: asyncio.TaskGroup) -> bool:
-        """Makes ``urls`` the set of servers; returns ``False`` if it already is.
+        """Makes ``urls`` the set of servers. Returns whether this changed the set.
 
         New servers are checked in ``tasks``, so that an unforeseen error ends the run.
         """
