@@ -250,7 +250,7 @@ def marked_plain(special: re.Pattern[str], value: Any) -> Any:
 
 
 def _forms_of_calls(messages: Messages) -> Iterator[Messages]:
-    """Yields the messages as they are and, if there are tool calls, in the two forms of these in use.
+    """Yields the messages as they are and, if there are tool calls, in two forms that templates expect.
 
     In a message with tool calls but no text, most templates expect empty content, and arguments that
     are objects. Those of DeepSeek expect null content, and arguments that are strings.

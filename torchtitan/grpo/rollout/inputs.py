@@ -59,7 +59,7 @@ class EnvironmentInputs:
         return own_key(self.name, setting)
 
     def columns(self) -> dict[str, list[float]]:
-        """Example values, for checks, of the columns that episodes add to those of reward functions."""
+        """Example values, for checks, of the columns that episodes provide to reward functions."""
         return {"environment_reward": [0.0]} if self.config.has_episodes else {}
 
     async def start(self, drops: DropLog) -> None:

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Checks that a model's tokenizer, end-of-sequence tokens and chat template fit it and each other.
+"""Checks that a model, its tokenizer, end-of-sequence tokens and chat template fit together.
 
 A model directory with files from two models loads without an error, but then causes silent faults:
 completions that never end, or tokens that the model does not have.

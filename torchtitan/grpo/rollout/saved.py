@@ -38,7 +38,7 @@ FOLDER = "rollouts"
 
 @dataclass(frozen=True)
 class UnfinishedGroup:
-    """A group that started under version ``start_version`` and still needs completions.
+    """A group that started under version ``start_version`` and has no rewards yet.
 
     ``generations`` are its finished completions, and ``begun`` parts of unfinished ones.
     """

@@ -73,7 +73,7 @@ class Scorer:
         return self._rollouts(prompt, generations, texts, scored)
 
     async def unscorable(self, prompt: Prompt, written: Sequence[Generation]) -> list[Rollout]:
-        """Returns rollouts for episodes that failed because of the policy. They are not scored."""
+        """Returns rollouts for episodes that failed because of the policy. Calls no reward function."""
         texts = await decode_all(self._codec, [read_ids(one) for one in written])
         nothing = Scored([], {}, {}, unscorable=list(range(len(written))))
         return self._rollouts(prompt, written, texts, nothing)

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The bodies of ``/v1/chat/completions``."""
+"""Reads the request bodies of ``/v1/chat/completions``, and writes the response bodies."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -38,7 +38,7 @@ def write(answer: Answer, asked: ModelRequest) -> dict[str, Any]:
 
 
 def stream(answer: Answer, asked: ModelRequest) -> Iterator[dict[str, Any]]:
-    """Yields a finished answer in chunks."""
+    """Yields a finished answer as the chunks of a streamed response."""
     head = answer.head("chatcmpl", "chat.completion.chunk")
     for index, choice in enumerate(answer.choices):
         message = choice.message()

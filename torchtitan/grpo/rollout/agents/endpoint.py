@@ -66,7 +66,7 @@ class AgentEndpoint:
         self.url = ""
 
     async def start(self) -> None:
-        """Listens at a free port. Raises ValueError if the address is not one of this machine."""
+        """Listens on a free port. Raises ValueError if ``host`` is no address of this machine."""
         most = raise_descriptor_limit(_MAX_CONNECTIONS)
         try:
             _, port = await self._site.start(self._host, 0, most, backlog=_BACKLOG)

@@ -121,7 +121,7 @@ class AgentEpisode:
         return self._rows.num_rows
 
     def whole(self) -> Generation | None:
-        """The completion so far; ``None`` if no request was answered."""
+        """The completion so far, or ``None`` if no request was answered."""
         return self._rows.whole(self.reward)
 
     def cut(self) -> None:

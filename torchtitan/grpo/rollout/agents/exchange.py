@@ -75,7 +75,7 @@ class ModelRequest:
 class ModelAnswer:
     """One answer. ``finish_reason`` is OpenAI's: ``stop``, ``length`` or ``tool_calls``.
 
-    ``stop_reason`` is the stop string that ended the answer, or None; vLLM has the same field.
+    ``stop_reason`` is the stop string that ended the answer, or None, as in vLLM.
     """
 
     token_ids: list[int]
@@ -104,7 +104,7 @@ class ModelAnswer:
 
 @dataclass(frozen=True)
 class Answer:
-    """The answers to one request. ``number`` is unique in the endpoint; ``created`` is in Unix seconds."""
+    """The answers to one request. ``number`` is unique in the run, and ``created`` is in Unix seconds."""
 
     number: str
     created: int
@@ -124,7 +124,7 @@ class Answer:
 
 
 class _Settings(msgspec.Struct):
-    """Fields that request bodies of all routes may have; null is the same as a missing field."""
+    """Fields that request bodies of all routes may have. A null field counts as missing."""
 
     n: Annotated[int, Meta(ge=1, le=_MOST_CHOICES)] | None = None
     stop: str | list[Annotated[str, Meta(min_length=1)]] | None = None

@@ -102,7 +102,7 @@ def row_of(prompt: Prompt) -> dict[str, Any]:
 
 
 class Commands:
-    """``agent.command``: starts a process for each episode."""
+    """Runs ``agent.command``, with a process for each episode."""
 
     def __init__(
         self, agent: Agent, rollout: Rollout, workers: Workers, on_failure: Any, environment: str
@@ -251,7 +251,7 @@ class EpisodeWorkers(WorkerPool[Ended | Cancelled]):
 
 
 class Functions:
-    """``agent.function``: runs many episodes in each worker process."""
+    """Runs ``agent.function``, with many episodes in each worker process."""
 
     def __init__(
         self, agent: Agent, rollout: Rollout, workers: Workers, on_failure: Any, environment: str

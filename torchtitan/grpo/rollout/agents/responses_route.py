@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The bodies of ``/v1/responses``, whose conversations are lists of items."""
+"""Reads and writes the bodies of ``/v1/responses``, whose conversations are lists of items."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -102,7 +102,7 @@ def write(answer: Answer, asked: ModelRequest) -> dict[str, Any]:
 
 
 def stream(answer: Answer, asked: ModelRequest) -> Iterator[dict[str, Any]]:
-    """Yields a finished answer as events."""
+    """Yields a finished answer as the events of a streamed response."""
     whole = write(answer, asked)
     begun = whole | {"status": "in_progress", "output": [], "usage": None}
     events: list[dict[str, Any]] = [{"type": "response.created", "response": begun}]

@@ -79,7 +79,7 @@ class EpisodeRows:
         return sum(row.whole is not None for row in self._rows())
 
     def whole(self, reward: float | None) -> Generation | None:
-        """Joins the rows, except those with their own rewards; ``None`` if no request was answered."""
+        """Joins the rows, except those with their own rewards. ``None`` if no request was answered."""
         written = [(row.whole, row.reward) for row in self._rows() if row.whole is not None]
         common = [whole for whole, own in written if own is None]
         apart = [replace(w, environment_reward=own) for w, own in written if own is not None]

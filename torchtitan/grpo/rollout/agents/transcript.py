@@ -3,16 +3,16 @@
 
 """Turns the messages of a request into the tokens that the model is shown.
 
-A program sends the whole conversation with each request. If it begins with an earlier conversation
-of the episode that ends with a message of the model, the tokens of that conversation are used again,
-and only what follows is tokenized. So nothing that the model wrote is tokenized a second time. If the
+A program sends the whole conversation with each request. If this begins with an earlier conversation
+of the episode, up to a message of the model, the tokens of that conversation are used again, and
+only the rest is tokenized. So nothing that the model wrote is tokenized a second time. If the
 program has rewritten a message, however, the chat template renders the whole conversation.
 
 Messages are compared only by role, text and tool calls, because programs leave out other fields,
 strip white space, and write the JSON of arguments anew, in some languages with ``1`` for ``1.0``.
 
 Thinking is open if the chat template has opened it, or if the answer begins with a begin tag. The
-first end tag ends it; any later one is text of the answer. The state of an unfinished answer is the
+first end tag ends it. Any later one is text of the answer. The state of an unfinished answer is the
 end tag of its open thinking, an empty string if no thinking can follow any more, or None if nothing
 was written yet, so that thinking may still begin.
 """

@@ -6,7 +6,7 @@
 It follows the calculator annotations of GSM8K (Cobbe et al. 2021,
 https://arxiv.org/abs/2110.14168): the model writes ``12*34=``, the calculator answers ``408``,
 and the model continues. The calculator evaluates the longest run of digits, spaces, ``+ - *`` and
-parentheses before ``=``; its observation is empty if there is no digit.
+parentheses before ``=``. If that has no digit, the observation is empty.
 
 If the data set has a column ``answer``, the reward of an episode is 1 if its last number, which
 may be the calculator's, equals the answer or one of a list of answers, and otherwise 0.

@@ -63,7 +63,7 @@ class Rates:
                 speed.add(tokens[is_lent], seconds)
 
     def take_step(self, tokens_per_group: float) -> tuple[float, float]:
-        """Returns the groups that lent servers generated since the last call, as a number and as a share."""
+        """Returns the number of groups from lent servers since the last call, and their share of all tokens."""
         self._tokens_per_group.add(tokens_per_group)
         lent, other = (self._speeds[is_lent].of_step for is_lent in (True, False))
         for speed in self._speeds.values():

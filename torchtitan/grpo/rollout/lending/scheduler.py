@@ -65,7 +65,7 @@ _FORGOTTEN_SHARE = 0.005
 
 
 class Lent(Enum):
-    """Where the trainer's devices are."""
+    """The state of lending. In NO, the trainer has its devices, and in AWAKE, lent servers use them."""
 
     NO = "no"
     WAKING = "waking"
@@ -81,7 +81,7 @@ class Decision(Enum):
 
 @dataclass(frozen=True)
 class Moment:
-    """What the scheduler is told, in seconds on one clock and in groups.
+    """The facts at one moment that a decision depends on. Times are in seconds on one clock.
 
     Attributes:
         asked_at: When the trainer asked for the batch, or part, that it waits for; ``None`` while
@@ -126,16 +126,16 @@ class LendScheduler:
         self._given_up: float | None = None  # seconds for room in this step
 
     def observe_room(self, seconds: float) -> None:
-        """``seconds``: from LEND until the devices are free, even if they are then taken back at once."""
+        """Records the time from LEND until the devices are free, even if they are taken back at once."""
         self._room.add(seconds)
         self._given_up = (self._given_up or 0.0) + seconds
 
     def observe_wake(self, seconds: float) -> None:
-        """``seconds``: from free devices until all lent servers serve, or are told to stop waking."""
+        """Records the time from free devices until all lent servers serve, or are told to stop waking."""
         self._wake.add(seconds)
 
     def observe_sleep(self, seconds: float) -> None:
-        """``seconds``: from TAKE_BACK in the state AWAKE until no lent server holds the devices."""
+        """Records the time from TAKE_BACK in the state AWAKE until no lent server holds the devices."""
         self._sleep.add(seconds)
 
     def observe_step(

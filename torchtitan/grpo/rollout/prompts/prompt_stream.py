@@ -143,7 +143,7 @@ class PromptStream:
             yield self._skipped.popleft()
 
     def prompt_at(self, index: int) -> Prompt:
-        """Returns again a prompt that was returned before this run was resumed and is not in ``pending``."""
+        """Returns prompt ``index`` once more, if it was returned earlier and is not in ``pending``."""
         with self._lock:
             return self._prompt_at(index)
 

@@ -5,6 +5,6 @@
 
 In reading order: `dispatcher` (all servers and all completions in flight), `server_state` (one
 server, and the choice among several), `concurrency` (how many completions a server gets),
-`attempts` (one request), `requests`, `spare_slots` (places for evaluations); then `fleet` and
-`supervisor`, which start servers and follow those that join and leave.
+`attempts` (one request), `requests`, `spare_slots` (places for evaluations), and then `fleet` and
+`supervisor`, which start servers and track those that join and leave.
 """

@@ -189,7 +189,7 @@ class Attempts:
     def _record_failure(self, server: Server, job: Job, error: ServerError) -> None:
         """Counts a failed request. Requests that fail together, as when their server ends, count once.
 
-        Only if a request was sent after the last failure does it show that the server is still unusable.
+        A failed request shows that a server is still unusable only if it was sent after the last failure.
         """
         self.num_failed += 1
         self.last_error = str(error)

@@ -48,7 +48,7 @@ class ConcurrencyWindow:
         self._is_shut = False
 
     def offer(self, quota: int) -> None:
-        """Enlarges the window to ``quota`` unless it was ever halved, for example when a server has left."""
+        """Enlarges a window that was never halved to ``quota``, for example after a server has left."""
         if self.num_cuts == 0:
             self.size = min(max(quota, self.size), self.ceiling)
 
