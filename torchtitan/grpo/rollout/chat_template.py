@@ -71,7 +71,7 @@ def text_of(message: Mapping[str, Any]) -> Any:
 
 
 def media_in(values: Mapping[str, Any]) -> str | None:
-    """Returns the first key that names images, audio or video and has a value, or None."""
+    """Returns the first key that names images, audio or video and has a value."""
     return next((key for key, value in values.items() if value and _MEDIA.fullmatch(key)), None)
 
 
@@ -213,7 +213,7 @@ class ChatTemplate:
         return template
 
     def reads(self, name: str) -> bool:
-        """Whether the template mentions the variable ``name``."""
+        """Whether the template mentions a variable."""
         return re.search(rf"\b{re.escape(name)}\b", self._source) is not None
 
     def _check_roles(self, messages: Messages) -> bool:
@@ -250,7 +250,7 @@ def marked_plain(special: re.Pattern[str], value: Any) -> Any:
 
 
 def _forms_of_calls(messages: Messages) -> Iterator[Messages]:
-    """Yields the messages as they are and, if there are tool calls, in two forms that templates expect.
+    """Yields messages as they are and, if there are tool calls, in the two forms that templates expect.
 
     In a message with tool calls but no text, most templates expect empty content, and arguments that
     are objects. Those of DeepSeek expect null content, and arguments that are strings.

@@ -43,7 +43,7 @@ def end_process(child: subprocess.Popen, mark: str, grace_seconds: float = 3.0) 
 
 
 def child_environment(config: RolloutProcessConfig, environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables of ``environ`` that a rollout process may see, and a new ``RUN_VARIABLE``."""
+    """Returns the variables of ``environ`` that the process may see, and a new ``RUN_VARIABLE``."""
     own = [API_KEY_VARIABLE, ADMIN_KEY_VARIABLE, *config.workers.pass_variables]
     own += [TEACHER_KEY_VARIABLE] if config.teacher.urls else []
     own += [KEY_VARIABLE] if config.monitor_host else []

@@ -62,7 +62,7 @@ def pack(value: Any, is_sent: Callable[[np.ndarray], bool] = lambda array: True)
 def unpack(packed: Packed, kind: type[_Value]) -> _Value:
     """Reverses :func:`pack`. The arrays are views of the bytes, and therefore read-only.
 
-    Raises ``ValueError`` if the header does not describe a ``kind``, or the arrays do not fit the header.
+    Raises ``ValueError`` if the header does not describe a ``kind``, or the arrays do not match it.
     """
     found: list[np.ndarray] = []
     position = 0

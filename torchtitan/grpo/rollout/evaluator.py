@@ -89,7 +89,7 @@ class Evaluator:
         )
 
     def progress(self) -> tuple[int, int, int]:
-        """The numbers of finished completions, of completions wanted, and of tokens generated so far."""
+        """The numbers of finished completions, of completions wanted, and of all tokens so far."""
         wanted = sum(len(held.prompts) * held.settings.num_samples for held in self._sets)
         return self._num_done, wanted, self._num_tokens
 

@@ -44,7 +44,7 @@ class InputReport(msgspec.Struct):
 
 
 async def check(config: RolloutProcessConfig, say: Callable[[str], object]) -> InputReport:
-    """Opens, checks and closes the inputs of a run. ``say`` is called with the progress of long checks."""
+    """Opens and closes the inputs of a run. ``say`` is called with the progress of long checks."""
     announced: list[str] = []
     session = RolloutSession(config, announced.append, say)
     try:

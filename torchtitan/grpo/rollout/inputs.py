@@ -209,7 +209,7 @@ class Inputs:
         return pool
 
     def _warn(self, warnings: Iterable[str]) -> None:
-        """Reports each warning once, even if several environments cause it."""
+        """Passes on each warning once, even if several environments cause it."""
         for warning in warnings:
             if warning not in self.warnings:
                 self._warn_user(warning)

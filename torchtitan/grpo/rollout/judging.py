@@ -39,7 +39,7 @@ from torchtitan.grpo.types import CAUSES, Generation, Prompt, Rollout, separated
 
 
 class Unusable(Exception):
-    """The group is not trained on. ``cause`` says what the user can do if this happens to many groups."""
+    """The group is not trained on. ``cause`` says what to change if this happens to many groups."""
 
     def __init__(self, reason: CloseReason, detail: str, cause: Cause) -> None:
         super().__init__(detail)

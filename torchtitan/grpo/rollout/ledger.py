@@ -37,7 +37,7 @@ CloseReason = Literal[
 
 
 class Ledger:
-    """Tracks the state of all issued prompts. ``closed`` has those closed since the last batch."""
+    """Tracks the state of all issued prompts. ``closed`` are those closed since the last batch."""
 
     def __init__(
         self, progress: PromptProgress, closed: dict[int, CloseReason] | None = None

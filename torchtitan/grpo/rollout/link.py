@@ -226,7 +226,7 @@ class RolloutLink:
             self._send(self._awaited)
 
     def take_evaluation(self) -> EvaluationResult | None:
-        """Returns the result of the requested evaluation, or None if it has not arrived. Never waits."""
+        """Returns the result of the requested evaluation if it has arrived. Never waits."""
         self.raise_if_ended(wait_milliseconds=0)
         result = None
         while result is None and (answer := self._claim(link_messages.EvaluationDone)) is not None:
@@ -299,7 +299,7 @@ class RolloutLink:
             self._notify(link_messages.RereadUrls())
 
     def close(self) -> None:
-        """Ends the process and everything it started, within 5 seconds. May be called again."""
+        """Ends the process and everything it started, within 5 seconds. It is idempotent."""
         if self._child is not None and self._child.poll() is None and self._messages is not None:
             self._messages.send(link_messages.encode(link_messages.Stop()))
             with contextlib.suppress(subprocess.TimeoutExpired):

@@ -3,7 +3,7 @@
 
 """Messages that rank 0 and the rollout process exchange over ZeroMQ.
 
-The first frame is a msgpack header. A batch has a second frame with its groups' arrays (:mod:`.codec`).
+The first frame is a msgpack header. A batch has a second one, the arrays of its groups (:mod:`.codec`).
 """
 
 import msgspec
@@ -32,7 +32,7 @@ class Evaluate(msgspec.Struct, tag=True):
 
 
 class Save(msgspec.Struct, tag=True):
-    """Requests that rollouts are saved for checkpoint ``version``. ``kept`` are the existing checkpoints."""
+    """Requests to save rollouts for checkpoint ``version``. ``kept`` are checkpoints that still exist."""
 
     version: int
     kept: list[int]
@@ -65,7 +65,7 @@ class RereadUrls(msgspec.Struct, tag=True):
 
 
 class DevicesFree(msgspec.Struct, tag=True):
-    """All ranks have freed memory on their devices, which are lent until the batch of ``version``."""
+    """All ranks have made room on their devices, which are lent until the batch of ``version``."""
 
     version: int
 

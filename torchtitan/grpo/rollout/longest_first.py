@@ -79,7 +79,7 @@ class LengthRanker:
     the run's own completions. That suffices, as only the order of the prompts matters.
 
     It predicts the logarithm of a prompt's mean answer length, relative to the running mean, from
-    the prompt's tokens (counted in hashed buckets), its length, and its former answers' lengths.
+    the prompt's tokens (counted in hashed buckets), its length, and the lengths of former answers.
     Old statistics fade, because the policy changes: about the last thousand groups count. Where
     lengths cannot be predicted, the ranker must do no harm. It therefore predicts each group before
     it learns from it, and multiplies every predicted deviation from the mean by the fraction of

@@ -57,7 +57,7 @@ _Found = TypeVar("_Found")
 
 
 class Announcer(logging.Handler):
-    """A queue of sentences that rank 0 shows to the user. It belongs to the event loop that made it.
+    """A queue of sentences that rank 0 tells the user. It belongs to the event loop that made it.
 
     Errors that other modules log are queued as well, except those with a traceback, which end the run.
     """

@@ -60,7 +60,7 @@ class RolloutMonitor:
 
 
 class ProcessHealth:
-    """Tracks whether the process makes progress.
+    """Follows whether the process makes progress.
 
     The process is stuck if, for longer than ``stuck_seconds``, it has not become ready, has had no
     server that takes work, or has finished no completion while rank 0 waits for a batch. A start

@@ -217,7 +217,7 @@ class Producer:
             await self._group_done.wait()
 
     def _awaited(self) -> list[RunningGroup]:
-        """The running groups that the next batch waits for, assumed to be those that were started first."""
+        """The running groups that the next batch waits for, taken to be those that were started first."""
         return list(itertools.islice(self._running.values(), self._admission.num_missing))
 
     def progress(self) -> tuple[int, int, int]:

@@ -52,7 +52,7 @@ class EvaluatedPrompt:
 
 @dataclass(frozen=True)
 class SetResult:
-    """The results of one set of held-out prompts.
+    """The figures of one set of held-out prompts.
 
     Prompts and completions without a score do not count. ``score`` is the mean over the prompts of each
     prompt's mean over its completions. ``pass_at`` maps k to the mean of pass@k over the prompts.
@@ -73,7 +73,7 @@ class SetResult:
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """The results of one evaluation of all sets.
+    """The figures of one evaluation of all sets.
 
     ``version`` is the oldest policy version that generated a token, and ``newest_version`` the newest.
     ``mixed_fraction`` is the share of completions with a token of another version than ``version``.

@@ -46,7 +46,7 @@ def with_environment(name: str, metrics: Mapping[str, float]) -> dict[str, float
 
 
 class ShareClock:
-    """Measures the share of time for which a condition holds."""
+    """Measures for which share of the time a condition holds."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now

@@ -64,7 +64,7 @@ class SavedRollouts:
 
     @property
     def num_rollouts(self) -> int:
-        """The number of saved completions, finished or unfinished."""
+        """Number of completions, finished or begun, that need not be generated again."""
         finished = sum(len(group.rollouts) for group in self.finished)
         return finished + sum(len(g.generations) + len(g.begun) for g in self.unfinished)
 
@@ -117,7 +117,7 @@ def discard_after(dump_folder: str, step: int) -> None:
 
 
 def remove_others(dump_folder: str, kept_steps: Sequence[int]) -> None:
-    """Removes the files of all steps that are not in ``kept_steps``."""
+    """Removes the files whose checkpoints no longer exist."""
     kept = {file_of(dump_folder, step) for step in kept_steps}
     for file in (Path(dump_folder) / FOLDER).glob("step-*.msgpack"):
         if file not in kept:

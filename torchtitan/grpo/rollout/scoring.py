@@ -145,7 +145,7 @@ async def decode_all(codec: TextCodec, ids: Sequence[list[int]]) -> list[str]:
 
 
 def environment_columns(generations: Sequence[Generation]) -> dict[str, list[float | None]]:
-    """The columns that reward functions receive from the environment."""
+    """The columns that reward functions receive about the environment."""
     return {"environment_reward": [generation.environment_reward for generation in generations]}
 
 

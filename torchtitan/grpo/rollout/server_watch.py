@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The current servers of a run, as the rollout process reports them to rank 0.
+"""The current servers of a run, as rank 0 knows them from the rollout process.
 
 Changes arrive on a separate socket, so that a thread that reads them does not wait for the
 thread that receives batches, which may be inside a training step.
@@ -16,7 +16,7 @@ from torchtitan.grpo.types import ServerInfo
 
 
 class ServerWatch:
-    """The newest list of servers, received by a PULL socket. Thread-safe. No method waits for a message."""
+    """The newest list of servers, from a PULL socket. Thread-safe, and no method waits."""
 
     def __init__(self, socket: zmq.Socket) -> None:
         self._lock = threading.Lock()

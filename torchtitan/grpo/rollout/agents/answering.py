@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Generates what the model writes after a context, and parses it as an answer.
+"""Generates what the model writes after a context, and reads it as an answer.
 
 `Answering` generates on the servers, in segments, up to a stop string. `AnswerReader` divides the
 generated tokens into text, thinking, and tool calls.

@@ -104,7 +104,7 @@ class ModelAnswer:
 
 @dataclass(frozen=True)
 class Answer:
-    """The answers to one request. ``number`` is unique in the run, and ``created`` is in Unix seconds."""
+    """The answers to one request. ``number`` is unique in the endpoint, and ``created`` is in Unix seconds."""
 
     number: str
     created: int

@@ -82,7 +82,7 @@ class _Clients:
         self._first: Any = None
 
     def of(self, url: str, key: str) -> Any:
-        """Returns a client with the API key of an episode.
+        """Returns a client with the key of an episode.
 
         The client has no timeout, because the endpoint has one. By default the client would repeat a
         request after 600 s, but long answers take longer. The number of connections is not limited.

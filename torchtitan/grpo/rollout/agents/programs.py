@@ -147,7 +147,7 @@ class Commands:
         return self._reward(printed)
 
     async def _ended(self, process: asyncio.subprocess.Process, output: IO[bytes]) -> int:
-        """Waits for the exit status. Raises EnvironmentFailed as soon as the program prints too much."""
+        """Returns the exit status, or raises EnvironmentFailed as soon as too much is printed."""
         while (size := os.fstat(output.fileno()).st_size) <= _MOST_PRINTED:
             with contextlib.suppress(TimeoutError):
                 return await asyncio.wait_for(process.wait(), _LOOK_SECONDS)

@@ -143,8 +143,8 @@ def part_of(whole: Generation, start: int, end: int) -> Generation:
 class Replay:
     """The answers of an interrupted episode, for reuse when it begins again and sends the same requests.
 
-    A turn ends with a stop token, because no server generates more after one, or before a token that
-    was not sampled::
+    A turn ends with a stop token, because no server generates past one, or before a token that was
+    not sampled::
 
         token_ids   3 * 4 = 1 2 . <eos>
         sampled     1 1 1 1 0 0 1 1

@@ -51,8 +51,8 @@ class Context:
 class Turn:
     """A conversation that ends with a turn of the model.
 
-    Only what follows the conversation ``before`` is stored here. Otherwise, an episode would store
-    its first tokens again for each request.
+    Only what follows the conversation ``before`` is stored here. An episode of many requests would
+    otherwise store its first tokens once for each of them.
     """
 
     before: "Turn | None"

@@ -136,7 +136,7 @@ class EpisodeWriter:
         begun: Generation | None = None,
         expected_tokens: float | None = None,
     ) -> Trajectory:
-        """Starts an episode. Its requests go to ``server``, or to others with at least that version."""
+        """Starts an episode. Its requests go to ``server``, or to others that have at least its version."""
         floor, goes_on = server.version, self._players.goes_on
         assert floor is not None, f"{server.url} is not ready"
         trajectory = Trajectory(prompt, begun if goes_on else None, sample)

@@ -62,7 +62,7 @@ class Environment(Protocol):
 
     After a resume, or if its process was lost, an episode begins a second time. A new environment
     then gets the same prompt and the same turns, up to where the completion was. From the first
-    observation that differs, the model generates its turns again.
+    observation that differs, the model writes its turns anew.
     """
 
     stop_strings: Sequence[str] = ()

@@ -289,7 +289,7 @@ class Lender:
         return server.url in self._asleep or server.is_down
 
     async def _replace_failed(self) -> None:
-        """Ends the processes of servers that are wanted but stay lost, so that they are started again.
+        """Ends servers that are wanted but stay lost, so that they are started again.
 
         A push of weights may take longer than the time limit, so a server is ended only when a push
         fails after the limit.

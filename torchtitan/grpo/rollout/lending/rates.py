@@ -4,8 +4,8 @@
 """Measures how fast lent and other servers generate, in groups per second.
 
 A group here means as many tokens as a trained group has on average. Tokens count when their completion
-ends or is cut. Speeds are measured only while the trainer waits, because the staleness bound may hold
-other servers back during training.
+ends or is cut. Speeds are measured only while the trainer waits, because the staleness bound holds
+other servers back while it trains.
 """
 
 from collections.abc import Callable, Collection
@@ -63,7 +63,7 @@ class Rates:
                 speed.add(tokens[is_lent], seconds)
 
     def take_step(self, tokens_per_group: float) -> tuple[float, float]:
-        """Returns the number of groups from lent servers since the last call, and their share of all tokens."""
+        """Returns how many groups lent servers generated since the last call, and their share of all tokens."""
         self._tokens_per_group.add(tokens_per_group)
         lent, other = (self._speeds[is_lent].of_step for is_lent in (True, False))
         for speed in self._speeds.values():

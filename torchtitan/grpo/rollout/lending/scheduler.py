@@ -4,7 +4,7 @@
 """Decides when the trainer's devices are lent to servers, and when they are taken back.
 
 This module only computes, without asyncio and without a clock. *Lent* servers share the devices of
-the training ranks, and *other* servers have their own. A lending passes through these states::
+the training ranks, and *other* servers have their own. A lending takes this course::
 
     NO --LEND--> WAKING ------> AWAKE --TAKE_BACK--> SLEEPING --> NO
                     room, wake                         sleep
@@ -91,7 +91,7 @@ class Moment:
         movable_groups: Those of the missing groups that a lent server runs or could run, because no
             other server runs them. 0 if they wait only for the staleness bound or for scoring.
         later_groups: Groups of later batches that a lent server could run, within the staleness bound.
-        since: When the current state (``lent``) began.
+        since: When the state ``lent`` began.
         other_rate: Groups per second that the usable other servers finish if they have enough to
             do; 0 if there are none, ``None`` if they are not measured yet.
         lent_rate: The same for the lent servers while they are awake, computed as tokens divided by a
@@ -141,7 +141,7 @@ class LendScheduler:
     def observe_step(
         self, step_seconds: float, late_seconds: float, lent_groups: float, other_rate: float | None
     ) -> None:
-        """Notes that a batch, or part of one, was delivered, ``step_seconds`` after the previous one.
+        """Notes that a batch, or part of one, was delivered, ``step_seconds`` after the one before.
 
         ``lent_groups`` is the work of the lent servers since the previous one, computed as tokens
         divided by a group's mean tokens.
@@ -198,7 +198,7 @@ class LendScheduler:
         return max(0.0, waking + self._sleep.value - self._forgotten)
 
     def saving(self, moment: Moment) -> float:
-        """The seconds that this step and later ones save by beginning earlier if the devices are lent now."""
+        """Seconds by which this step and later ones begin earlier if the devices are lent now."""
         rate = moment.other_rate
         if not rate:
             return math.inf

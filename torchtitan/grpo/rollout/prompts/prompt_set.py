@@ -173,7 +173,7 @@ class PromptSet:
         raise self.none_usable_error()
 
     def notes(self) -> Iterator[str]:
-        """Yields warnings about the prompts that were checked."""
+        """Yields what a user should know about the prompts that were checked."""
         if (checked := self.checked) and 2 * checked.num_fitting < checked.num_tokenized:
             yield (
                 f"{self.key}: only {checked.num_fitting:,} of {checked.num_tokenized:,} prompts of "
@@ -213,7 +213,7 @@ class PromptSet:
 
     @contextmanager
     def _at(self, row: int) -> Iterator[None]:
-        """Converts a ValueError in its block to a RowError that names the row."""
+        """Turns a ValueError into a RowError, which names the row."""
         try:
             yield
         except ValueError as error:
@@ -273,7 +273,7 @@ def check_vocabulary(token_ids: Sequence[int], vocab_size: int) -> None:
 
 
 def num_characters(text: PromptText) -> int:
-    """The number of characters of a prompt, not counting those that a chat template adds."""
+    """The number of characters of a prompt, without those that its chat template adds."""
     if isinstance(text, str):
         return len(text)
     return sum(len(message["content"] or "") for message in text)

@@ -105,7 +105,7 @@ class PromptStream:
         return self.file_names[self._interleaving.at(index).set] if self.file_names else ""
 
     def row_of(self, index: int) -> str:
-        """The location of a prompt's row in the data, such as ``train.jsonl:8``."""
+        """Where a prompt's row is in the data, such as ``train.jsonl:8``."""
         number, draw = self._interleaving.at(index)
         return self.sets[number].where(self._orders[number].row(draw))
 

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class ServersFailing(RuntimeError):
-    """Too many consecutive requests to servers failed. The run must stop."""
+    """Too many requests failed in a row on the servers. The run must stop."""
 
 
 class GivenBack(ServerError):

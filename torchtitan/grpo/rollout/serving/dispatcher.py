@@ -188,7 +188,7 @@ class Dispatcher:
         return num_requests
 
     def admit(self, url: str) -> None:
-        """Allows a server that was cut to become READY when a version is attested again."""
+        """Lets a server that was cut become READY again, once a version is attested."""
         if url in self.servers:
             server = self.servers[url]
             server.is_cut = server.is_asleep = server.is_lost = False

@@ -153,7 +153,7 @@ class ServerFleet:
         ]
 
     async def watch(self, dispatcher: Dispatcher, tell: Tell) -> None:
-        """Watches the set of servers forever, and calls ``tell`` with the new list after each change.
+        """Follows changes of the set of servers forever, and calls ``tell`` with the new list after each.
 
         Raises ``RuntimeError`` if the last launched server has ended and is not restarted.
         """
