@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Types that several packages use, without torch, which not all of their processes import.
+"""Types that several packages use. Not all processes import torch, so this module does not either.
 
 Fields of :class:`Generation` and :class:`Rollout` that have a value for each token are annotated with
 a :class:`Column`, which determines how they are joined, sent, saved and packed into rows.
@@ -30,7 +30,7 @@ class ServerInfo:
     """A server of the run.
 
     ``num_joined`` is how often this URL has joined the run. It tells apart a server that left and came
-    back, which must be attested again. ``software``, such as ``vLLM 0.32.0``, is empty until known.
+    back and must be attested again. ``software``, such as ``vLLM 0.32.0``, is empty until known.
     A server that is lent (:mod:`torchtitan.grpo.rollout.lending`) sleeps unless it ``is_wanted``.
     """
 
@@ -51,7 +51,7 @@ class Prompt:
             held-out prompt, the number of its row in its set.
         text: A string, or a list of chat messages.
         token_ids: [prompt_len] int32, the prompt as the server receives it.
-        row: Where its row is, such as ``train.jsonl:8``.
+        row: Where the prompt's row is, such as ``train.jsonl:8``.
     """
 
     group_id: int
@@ -140,8 +140,8 @@ def without_contexts(token_ids: np.ndarray, new_rows: NewRows) -> np.ndarray:
 class GenerateRequest:
     """Describes one completion that a server is to sample.
 
-    ``unknown_ids`` are below the model's vocabulary size, but no tokens of its tokenizer. They
-    would vanish from the text, so a server that can does not sample them.
+    ``unknown_ids`` are below the model's vocabulary size, but are not tokens of its tokenizer. They
+    would vanish from the decoded text, so servers that can exclude them do not sample them.
     """
 
     request_id: str  # unique; aborts name it
@@ -162,7 +162,7 @@ class Column:
 
     Attributes:
         dtype: Type of the array, which has the shape [tokens].
-        fill: Stands for a missing value, and in packed rows for that of an untrained token.
+        fill: The value of a token that has none and, in packed rows, of an untrained token.
         is_list: Whether the shape is [tokens, k], with ``fill`` behind the end of a shorter list.
             ``k`` may differ between completions.
         in_rows: Whether the loss receives it, in ``TrainRows.columns`` and ``LossInputs.columns``.
@@ -174,7 +174,7 @@ class Column:
     in_rows: bool = False
 
     def filled(self, num_tokens: int, width: int = 0) -> np.ndarray:
-        """Returns an array without values, with lists of ``width``."""
+        """Returns an array that holds only ``fill``; lists have the length ``width``."""
         shape = (num_tokens, width) if self.is_list else (num_tokens,)
         return np.full(shape, self.fill, self.dtype)
 
@@ -199,7 +199,7 @@ NO_TOKEN = -1
 
 @functools.cache
 def columns_of(kind: type["Generation"]) -> dict[str, Column]:
-    """Returns the columns of generations or of rollouts by the names of their fields."""
+    """Returns the columns of :class:`Generation` or :class:`Rollout`, by field name."""
     hints = get_type_hints(kind, include_extras=True)
     marks = {name: getattr(hint, "__metadata__", (None,))[0] for name, hint in hints.items()}
     return {name: mark for name, mark in marks.items() if isinstance(mark, Column)}
@@ -338,9 +338,9 @@ class Rollout(Generation):
         completion: The decoded text, for logs only; it is never tokenized again.
         reward: Weighted sum of the reward functions. None if scoring failed: the rollout is then
             left out, and never counts as zero.
-        unscored: One of `CAUSES` if there is no reward, or ``reward.unscorable_value`` replaces it.
+        unscored: One of `CAUSES` if scoring failed, even if ``reward.unscorable_value`` is the reward.
         reward_metrics: What the reward functions logged for the group with ``log_metric``.
-        logged: What they logged for this completion with ``log_extra``, cut for logs.
+        logged: What they logged for this completion with ``log_extra``, shortened for logs.
         teacher_logprobs: The teacher's logprobs of the tokens at temperature 1; None without a teacher.
         teacher_top_ids: The teacher's ``teacher.top_k`` most likely tokens at each position, all
             different; ``teacher_top_logprobs`` are their logprobs.
@@ -366,7 +366,7 @@ class Rollout(Generation):
 
 @dataclass(frozen=True)
 class RolloutGroup:
-    """The rollouts of one prompt, of which ``rollouts`` are trained on.
+    """The rollouts of one prompt. Only those in ``rollouts`` are trained on.
 
     ``file`` is the short name of the prompt's file among several ``prompts.paths``, if known.
     """

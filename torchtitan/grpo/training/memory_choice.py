@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Chooses what is kept between microbatches, and describes the memory of a training step."""
+"""Chooses what FSDP keeps unsharded between microbatches, and describes the memory of a training step."""
 
 import os
 from collections.abc import Iterator
@@ -110,7 +110,7 @@ def describe_memory(config: JobConfig, model: HFModel, num_ranks: int) -> Iterat
 
 
 def needed_bytes(config: JobConfig, model: HFModel, num_ranks: int, available: int) -> int:
-    """Returns what a step that may fill ``available`` bytes is estimated to need on a rank."""
+    """Returns the estimated bytes that a step needs on a rank where it may fill ``available`` bytes."""
     memory = estimate(config, model, num_ranks)
     kept = choose_kept(config, memory, available)
     return memory.total(checkpoint_mode(config), microbatch_tokens(config), kept)
@@ -129,7 +129,7 @@ def choose_kept(config: JobConfig, memory: TrainingMemory, available: int) -> Ke
 
 
 def device_bytes(device: torch.device) -> int:
-    """Returns a device's memory; without a GPU, this rank's part of the host's."""
+    """Returns the size of a GPU's memory or, without a GPU, this rank's share of the host's memory."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -137,7 +137,7 @@ def device_bytes(device: torch.device) -> int:
 
 
 def _servers_share(config: JobConfig, num_bytes: int) -> float:
-    """Returns the part of a GPU of ``num_bytes`` that servers take while ranks train."""
+    """Returns the fraction of a GPU with ``num_bytes`` that inference servers occupy while ranks train."""
     groups = server_groups(config)
     num_gpus, num_training = torch.cuda.device_count(), num_training_gpus()
     if not (config.has_servers and groups and num_gpus):

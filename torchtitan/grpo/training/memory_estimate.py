@@ -3,9 +3,9 @@
 
 """Estimates the memory of a training step on one rank, before anything is built.
 
-States follow from shapes and layout. Activations are all tensors that a layer's backward pass needs;
-`models/blocks/parts.py` has their sizes for each kind of block. For compiled blocks, which keep less,
-they are upper bounds.
+Parameters, gradients and optimizer states follow from shapes and layout. Activations are all tensors
+that a layer's backward pass needs; `models/blocks/parts.py` gives their sizes for each kind of block.
+For compiled blocks, which keep less, these sizes are upper bounds.
 """
 
 import math
@@ -34,13 +34,13 @@ class TrainingMemory:
 
     Attributes:
         reference: The reference model, if it is on the device.
-        whole_parameters: Parameters gathered and cast, if they are kept between microbatches.
-        whole_gradients: Gradients before they are reduced, if they are kept likewise.
-        working: Buffers of FSDP and of the output layer at one time.
-        always_whole: Whether parameters are gathered at the end of a forward pass in any case.
+        whole_parameters: All parameters, gathered and cast; counted if kept or ``always_whole``.
+        whole_gradients: All gradients before reduction; counted if kept between microbatches.
+        working: Temporary buffers of FSDP and of the output layer, and attention masks.
+        always_whole: Whether a forward pass leaves the parameters gathered, whatever is kept.
         adds_to_shards: Whether reduced gradients exist beside the unreduced ones that are kept.
-        per_token: Activations of a token for each mode of activation checkpointing.
-        recomputed: FLOPs that each mode adds to a step, as a fraction.
+        per_token: Bytes of activations per token, for each mode of activation checkpointing.
+        recomputed: FLOPs that each of these modes recomputes, as a fraction of a step's FLOPs.
         critic: The critic's parameters and gradients, if there is one.
         critic_optimizer: The states of the critic's optimizer.
     """
@@ -60,7 +60,7 @@ class TrainingMemory:
     critic_optimizer: int = 0
 
     def kept(self, kept: Kept) -> int:
-        """Returns what keeping adds to a step's peak, see ``fsdp_between_microbatches``."""
+        """Returns how many bytes this ``fsdp_between_microbatches`` adds to a step's peak."""
         added = 0
         if keeps_parameters(kept) and not self.always_whole:
             added += self.whole_parameters
@@ -77,7 +77,7 @@ class TrainingMemory:
         return states + whole + self.working + self.kept(kept)
 
     def resting(self, *, offloads_optimizer: bool) -> int:
-        """Returns what stays while the device is lent: no gradients, and nothing gathered."""
+        """Returns the bytes that remain while the device is lent, without gradients or gathered parameters."""
         states = self.parameters + self.reference + self.critic // 2
         return states if offloads_optimizer else states + self.optimizer + self.critic_optimizer
 
@@ -117,7 +117,7 @@ def microbatch_tokens(config: JobConfig) -> int:
 def estimate_memory(
     config: JobConfig, shapes: Mapping[str, tuple[int, ...]], args: DecoderArgs, num_ranks: int
 ) -> TrainingMemory:
-    """Takes shapes by native name, adapters included, and the arguments of the model."""
+    """Estimates a step's memory; ``shapes`` are by native parameter name, adapters included."""
     layout = _Layout(config, num_ranks)
     stage, critic_stage = _largest_stages(config, shapes)
     whole = sum(layout.whole(name, stage[name]) for name in stage)
@@ -177,7 +177,7 @@ class _Layout:
         self._experts = settings.expert_parallel_degree
 
     def whole(self, name: str, shape: tuple[int, ...]) -> int:
-        """Elements of a gathered parameter."""
+        """Number of elements of a gathered parameter."""
         numel = math.prod(shape)
         if ".experts." in name and self._experts > 1:
             return -(-numel // self._experts)
@@ -195,7 +195,7 @@ def _itemsize(dtype: str) -> int:
 
 
 def _num_states(config: JobConfig, name: str) -> int:
-    """Optimizer states of a parameter: two of Adam, one of Muon."""
+    """Number of optimizer states of a parameter: two under Adam, one under Muon."""
     is_matrix = name.startswith("layers.") and "norm" not in name and not name.endswith(".bias")
     return 1 if config.optimizer.name == "Muon" and is_matrix else 2
 
@@ -203,7 +203,7 @@ def _num_states(config: JobConfig, name: str) -> int:
 def _largest_stages(
     config: JobConfig, shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
-    """Returns what the pipeline's fullest rank holds of the policy, and of a critic."""
+    """Returns the parameter shapes of policy and critic on the pipeline rank that holds the most."""
     settings = config.parallelism
     if settings.pipeline_parallel_degree == 1:
         return dict(shapes), dict(shapes)
@@ -229,13 +229,13 @@ def _largest_group(layout: _Layout, stage: Mapping[str, tuple[int, ...]]) -> int
 
 
 def _head_bytes(config: JobConfig, shapes: Mapping[str, tuple[int, ...]], layout: _Layout) -> int:
-    """Output layer: three slices of logits in float32."""
+    """Bytes of the output layer's buffers: three slices of logits in float32."""
     vocab = max(math.prod(shape) // shape[-1] for n, shape in shapes.items() if "embed" in n)
     return 3 * _FP32 * config.grpo.logprob_chunk_tokens * vocab // layout.tensor
 
 
 def _mask_bytes(config: JobConfig, itemsize: int) -> int:
-    """A dense mask of booleans, and the same mask as numbers that attention adds to its scores."""
+    """Bytes of a dense boolean mask, and of the same mask as numbers that attention adds to its scores."""
     if config.grpo.packed_attention != "sdpa":  # `auto` takes it on GPUs only for short rows
         return 0
     return (1 + itemsize) * microbatch_tokens(config) * config.training.seq_len
@@ -281,7 +281,7 @@ def _divides_layers(config: JobConfig) -> bool:
 
 
 def _recomputed(config: JobConfig, args: DecoderArgs) -> dict[str, float]:
-    """Recomputed part of a step's FLOPs, with one sequence in a row."""
+    """Fraction of a step's FLOPs that each mode recomputes, if each row holds one sequence."""
     # A causal query meets half of the keys.
     pairs = sum(layer.attention.pair_products for layer in args.layers)
     attention = pairs * config.training.seq_len / 2

@@ -52,7 +52,7 @@ def hf_train_spec(
 
 
 def scoring_settings(config: JobConfig, head_dim: int | None = None) -> ScoringSettings:
-    """Returns the settings of token scoring; ``head_dim=None`` if every kernel supports its heads."""
+    """Returns the settings of token scoring; ``head_dim`` is None if every kernel supports the heads."""
     grpo = config.grpo
     return ScoringSettings(
         attention=choose_packed_attention(config, utils.device_type, head_dim),
@@ -70,7 +70,7 @@ def scoring_settings(config: JobConfig, head_dim: int | None = None) -> ScoringS
 def tried_train_spec(
     model: HFModel, config: JobConfig, device: torch.device, schedule_steps: int | None = None
 ) -> ModelSpec:
-    """Returns the model's spec, after its attention has been tried on the device."""
+    """Tries the model's attention on the device, and then returns the model's spec."""
     try_packed_attention(config, device, model.model_args.head_dim)
     return hf_train_spec(model, config, schedule_steps)
 
@@ -163,11 +163,11 @@ def build_beside(
 def check_weights(
     config: JobConfig, model: HFModel, *, is_trained: bool = True
 ) -> tuple[int, list[str]]:
-    """Compares the weights of model, reference and critic with the model, without loading them.
+    """Checks, without loading, that the files of model, reference and critic hold the weights needed.
 
-    Returns the number of tensors, and warnings of unread ones and of empty rows of the embedding.
-    Raises ModelError if a tensor is missing, quantized, in an unclear file or of another shape, or if
-    a tied model has another output layer.
+    Returns the model's number of tensors, and warnings about unread tensors and empty embedding rows.
+    Raises ModelError if a tensor is missing, ambiguous, quantized or of another shape, or if a tied
+    model's output layer differs from its embedding.
     """
     built, adapter_of = build_without_memory(config, copy.deepcopy(model))
     reference, notes = config.grpo.ref_model_path, []
@@ -197,7 +197,7 @@ VALUE_HEAD = ("output.weight",)
 
 
 def critic_args(model_args: Any) -> DecoderArgs:
-    """Returns the policy's model arguments for a critic, whose output layer is never tied."""
+    """Returns the policy's model arguments, adapted to a critic, whose output layer is never tied."""
     return replace(model_args, enable_weight_tying=False)
 
 
@@ -215,7 +215,7 @@ def parameter_shapes(config: JobConfig, model: HFModel) -> dict[str, tuple[int, 
 def build_without_memory(
     config: JobConfig, model: HFModel
 ) -> tuple[nn.Module, Callable[[str], StateDictAdapter]]:
-    """Returns ``model`` built on the meta device, and a function from a path to its state-dict adapter.
+    """Builds ``model`` on the meta device, and a function that makes its state-dict adapter for a path.
 
     Changes the arguments of ``model``.
     """

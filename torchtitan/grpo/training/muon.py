@@ -30,7 +30,7 @@ EPS = 1e-7
 def newton_schulz(matrices: torch.Tensor, num_steps: int) -> torch.Tensor:
     """Returns about ``U V^T`` of each [..., rows, columns] matrix ``U S V^T``, in its dtype.
 
-    Singular values of the result lie between about 0.5 and 1.5. At most one dim is a batch.
+    Singular values of the result lie between about 0.5 and 1.5. There may be one batch dimension.
     """
     a, b, c = COEFFICIENTS
     is_tall = matrices.shape[-2] > matrices.shape[-1]
@@ -45,7 +45,7 @@ def newton_schulz(matrices: torch.Tensor, num_steps: int) -> torch.Tensor:
 
 
 def adjusted_rate(rate: float, kind: AdjustRate, shape: torch.Size) -> float:
-    """Returns the learning rate of a matrix [..., rows, columns].
+    """Returns the learning rate ``rate``, adjusted for a matrix of shape [..., rows, columns].
 
     ``match_rms_adamw`` makes updates as large as AdamW's (https://arxiv.org/abs/2502.16982).
     """
@@ -56,10 +56,10 @@ def adjusted_rate(rate: float, kind: AdjustRate, shape: torch.Size) -> float:
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon for plain or sharded matrices, and batches of them in three dims.
+    """Muon for plain or sharded matrices, and for three-dimensional batches of matrices.
 
-    All ranks of a mesh must step the same matrices. ``lr`` scales ``weight_decay`` unadjusted; only
-    updates use the :func:`adjusted_rate`.
+    All ranks of a mesh must step the same matrices. Only updates are scaled by the
+    :func:`adjusted_rate`; weight decay is scaled by ``lr`` itself.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalized(update: torch.Tensor, num_steps: int) -> torch.Tensor:
-    """Returns :func:`newton_schulz` of whole matrices, sharded as they were.
+    """Applies :func:`newton_schulz` to whole matrices; the result is sharded like ``update``.
 
     ``update`` is [rows, columns] or [experts, rows, columns]. Ranks with different experts compute
     different matrices; all others compute the same ones.

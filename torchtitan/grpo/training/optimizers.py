@@ -61,7 +61,7 @@ class Optimizers(Stateful):
 
 
 def build_optimizers(model_parts: Sequence[nn.Module], config: Optimizer) -> Optimizers:
-    """AdamW comes before Muon, so that its learning rate is logged."""
+    """Builds the optimizers of all parts; AdamW comes before Muon, so that AdamW's learning rate is logged."""
     of_part = []
     for part in model_parts:
         if config.name == "Muon":
@@ -77,7 +77,7 @@ def build_optimizers(model_parts: Sequence[nn.Module], config: Optimizer) -> Opt
 def split_parameters(part: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """Returns the matrices of blocks, stacked experts included, and all other parameters.
 
-    The others are norms, biases, embedding and output layer, whose rows belong to tokens.
+    The others are norms and biases, and the embedding and output layer, whose rows belong to tokens.
     """
     matrices, others = [], []
     for name, parameter in part.named_parameters():

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Logprobs of fixed tokens under the trainer's weights, which servers are compared with."""
+"""Computes the trainer's logprobs of fixed tokens, with which those of servers are compared."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -26,8 +26,8 @@ from torchtitan.grpo.weight_sync.attestation import attested_tokens
 class PolicyProbe:
     """Computes the logprobs of fixed tokens with the current weights, in any layout.
 
-    It runs on the training thread of all ranks and waits for no server. The result is that of the one
-    rank that ``is_speaker``, which must see the model's output.
+    It runs on the training thread of all ranks and waits for no server. The one rank that ``is_speaker``
+    must see the model's output; its result is returned on every rank.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class PolicyProbe:
         self._num_rated = len(tokens) - 1
 
     def logprobs(self) -> list[float]:
-        """Returns [len(tokens) - 1] at temperature 1, on every rank. Collective."""
+        """Returns ``len(tokens) - 1`` logprobs at temperature 1, on every rank. Collective."""
         with _untempered(self._heads):
             output = self._runner.forward(self._rows)
         rated = torch.zeros(self._num_rated, dtype=torch.float64)
@@ -74,10 +74,10 @@ def build_probe(
 def probe_shape(
     config: JobConfig, dims: ParallelDims, num_tokens: int, attention: PackedAttentionKind
 ) -> tuple[int, int]:
-    """Returns number and length of the rows of a probe.
+    """Returns the number and the length of a probe's rows.
 
-    Pipelines take only the shape of training, and compiled models and FlexAttention would compile
-    again for another one. Others run one short row, divisible by the sequence degrees of ``dims``.
+    Pipelines accept only the shape of training, and compiled models and FlexAttention would have to be
+    compiled again for another shape. All others run one short row of a length that ``dims`` can divide.
     """
     training = config.training
     if dims.pp_enabled:

@@ -4,7 +4,8 @@
 """Roles of ranks: which rows a rank trains, and what only rank 0 does while the others wait.
 
 Only rank 0 talks to the rollout process and to servers. The others wait for its signal to continue, to
-stop, or to leave because rank 0 failed, and lend their devices meanwhile if it says so (`Loan.receive`).
+stop, or to leave because rank 0 failed. While they wait, they lend their devices if rank 0 says so
+(`Loan.receive`).
 """
 
 from collections.abc import Callable, Iterator
@@ -24,9 +25,9 @@ _AXES_OF_EQUAL_ROWS = ("tp", "cp")
 class RankRole:
     """Place of a rank among the ranks that train.
 
-    ``batch_rank`` is the part of the batch, of ``num_batch_ranks``, that this rank trains; tensor-,
-    context- and pipeline-parallel ranks share one. Of those exactly one ``is_counted``: only its
-    values enter sums over all ranks (losses, metrics, KL).
+    The batch has ``num_batch_ranks`` parts, and this rank trains part number ``batch_rank``. Tensor-,
+    context- and pipeline-parallel ranks share a part. Exactly one of the ranks that share it
+    ``is_counted``: only its values enter sums over all ranks (losses, metrics, KL).
     """
 
     num_batch_ranks: int
@@ -49,8 +50,8 @@ class RankZeroTurn:
     """Runs work on rank 0 and tells the other ranks how it ended.
 
     Only rank 0's ``stop`` decides, because ranks may receive a signal at different moments.
-    ``explain`` is called on rank 0 with an error of the work, and may raise a better one. The others
-    wait in ``receive`` for its next message.
+    If the work fails, ``explain`` is called on rank 0 with the error, and may raise a clearer one. The
+    other ranks wait in ``receive`` for rank 0's next message.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class RankZeroTurn:
         self._receive = receive
 
     def run(self, work: Callable[[], None]) -> bool:
-        """Runs ``work`` on rank 0 while the others wait; returns, on all of them, whether to stop."""
+        """Runs ``work`` on rank 0 while the others wait. Returns on every rank whether to stop."""
         if self._feed.rank != 0:
             return self._receive() is Signal.STOP
         with self.releasing_others():
@@ -75,10 +76,9 @@ class RankZeroTurn:
 
     @contextmanager
     def releasing_others(self) -> Iterator[None]:
-        """Lets the waiting ranks leave if the block fails on rank 0.
+        """Tells the waiting ranks to leave if the ``with`` block fails on rank 0.
 
-        Their next call must be ``receive``: another collective would not match and would
-        hang.
+        The other ranks' next call must be ``receive``: another collective would not match and would hang.
         """
         try:
             yield
@@ -90,8 +90,8 @@ class RankZeroTurn:
 
 
 def patience_seconds(config: JobConfig) -> float:
-    """How long other ranks wait for rank 0: longer than starting, rollouts, two last evaluations and
-    a push.
+    """Returns how long other ranks wait for rank 0: longer than startup, a batch of rollouts, two
+    evaluations and a push may take together.
     """
     return (
         120

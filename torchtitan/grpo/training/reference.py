@@ -20,7 +20,7 @@ from torchtitan.grpo.training.runner import ForwardRunner, ModelRunner, WholeMod
 
 
 class BaseReference(ForwardRunner):
-    """Uses the policy without its LoRA adapters as reference, so it has no weights of its own."""
+    """Uses the policy without its LoRA adapters as the reference, which so needs no weights of its own."""
 
     def __init__(self, runner: ForwardRunner, parts: Sequence[nn.Module]) -> None:
         self._runner, self._parts = runner, list(parts)
@@ -104,9 +104,9 @@ class Reference(ForwardRunner):
 
 
 class PartsState(Stateful):
-    """Checkpoint state of model parts, read from the parts each time.
+    """Checkpoint state of model parts, read anew from the parts at each use.
 
-    Upstream's ``ModelWrapper`` keeps tensors, which a model no longer uses once it changes devices.
+    Upstream's ``ModelWrapper`` keeps the first tensors, which a model no longer uses after a change of device.
     """
 
     def __init__(self, parts: Sequence[nn.Module]) -> None:

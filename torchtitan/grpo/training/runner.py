@@ -4,8 +4,8 @@
 """Runs forward and backward passes over rows, whatever the layout.
 
 Tensor, context and data parallelism are inside the model. Only pipelines need another runner
-(`training/stage_runner.py`). Ranks without one do not import it, nor the stages and schedules of torch,
-which import the compiler.
+(`training/stage_runner.py`). Ranks without a pipeline import neither that file nor the stages and
+schedules of torch, which import the compiler.
 """
 
 from abc import ABC, abstractmethod
@@ -42,14 +42,13 @@ class ForwardRunner(ABC):
 
     @abstractmethod
     def forward(self, rows: TrainRows) -> torch.Tensor | None:
-        """Returns logprobs and entropies, [rows, seq, 2] float32, or a critic's values, [rows, seq, 1],
-        without gradients.
+        """Computes, without gradients, logprobs and entropies [rows, seq, 2] or a critic's values [rows, seq, 1].
 
-        They are 0 where ``rows.scored`` is False. None on ranks that do not see the output.
+        The result is float32, and 0 where ``rows.scored`` is False; None on ranks that do not see the output.
         """
 
     def to_all(self, output: torch.Tensor | None, rows: TrainRows) -> torch.Tensor:
-        """Sends an output, [rows, seq] float32, from ranks that see it to all that train the rows.
+        """Sends an output, [rows, seq] float32, from the ranks that see it to all ranks that train the rows.
 
         Collective.
         """
@@ -60,7 +59,7 @@ class ForwardRunner(ABC):
 class ForwardJob:
     """Rows whose logprobs or values under a model are needed by a later training pass.
 
-    A pipeline runs those that fit in gaps of earlier training passes, and the rest when asked for.
+    A pipeline computes as many rows as fit into gaps of earlier training passes, and the rest on demand.
     """
 
     def __init__(self, runner: ForwardRunner, rows: TrainRows) -> None:
@@ -78,12 +77,12 @@ class ForwardJob:
         return self._rows.select(slice(self._num_done, None))
 
     def add(self, num_rows: int, outputs: list[torch.Tensor]) -> None:
-        """Adds further rows' outputs [rows, seq, 2], which are empty where the output is not seen."""
+        """Adds the next rows' outputs [rows, seq, 2]; ``outputs`` is empty on ranks that do not see them."""
         self._num_done += num_rows
         self._outputs += outputs
 
     def finish(self) -> None:
-        """Computes waiting rows. Collective over the ranks of the model."""
+        """Computes the rows that are still to be done. Collective over the ranks of the model."""
         if not self.is_done:
             waiting = self.waiting
             output = self.runner.forward(waiting)
@@ -101,7 +100,7 @@ class ForwardJob:
 
 @dataclass(frozen=True)
 class TrainJob:
-    """A second model's forward and backward pass, with its loss, over the first model's rows."""
+    """A second model's training pass over the rows of the first model, with a loss of its own."""
 
     runner: "ModelRunner"
     loss: LossFunction
@@ -137,7 +136,7 @@ class ModelRunner(ForwardRunner):
 
 
 class WholeModelRunner(ModelRunner):
-    """Runs a model without stages. ``kept`` is the resolved ``fsdp_between_microbatches``."""
+    """Runs a model without pipeline stages. ``kept`` is the resolved ``fsdp_between_microbatches``."""
 
     has_output = True
 
@@ -175,7 +174,7 @@ class WholeModelRunner(ModelRunner):
 
 
 def model_inputs(rows: TrainRows, *, trains: bool = False) -> dict[str, Any]:
-    """Returns a :class:`PackedModel`'s inputs besides tokens; a teacher's tokens if it ``trains``."""
+    """Returns a :class:`PackedModel`'s inputs besides tokens, with any teacher's tokens if it ``trains``."""
     has_top = trains and "teacher_top_ids" in rows.columns
     top = {"other_ids": rows.columns["teacher_top_ids"]} if has_top else {}
     return top | {

@@ -49,7 +49,7 @@ class MinibatchLoss(TraineeLoss):
     def compute(
         self, output: torch.Tensor, which: slice
     ) -> tuple[torch.Tensor, Mapping[str, Metric]]:
-        """``output`` is [rows, seq, 2 + k]: logprobs, entropies, and logprobs of the teacher's tokens."""
+        """Takes ``output`` [rows, seq, 2 + k]: logprobs, entropies, and logprobs of the teacher's tokens."""
         rows = self.scored.rows.select(which)
         top = None
         if "teacher_top_ids" in rows.columns:
@@ -76,7 +76,7 @@ class MinibatchLoss(TraineeLoss):
 
 
 def with_top_k(rows: TrainRows, top_k: int) -> TrainRows:
-    """Returns rows with ``top_k`` teacher tokens at each position, all unrated if none were rated.
+    """Returns rows with ``top_k`` teacher tokens at each position, marked as unrated if the rows have none.
 
     Raises ValueError if the rollouts have another number of teacher tokens.
     """
@@ -103,11 +103,11 @@ def scores_old_policy(config: GRPO) -> bool:
 
 @dataclass(frozen=True)
 class Scorer:
-    """Computes advantages, and other policies' logprobs, before a batch's first optimizer step.
+    """Computes advantages and the logprobs of other policies, before a batch's first optimizer step.
 
-    Pipelines may delay passes that can wait. With one optimizer step the current policy is the
-    proximal one, and needs no pass. ``teacher`` is None if no rollout can have been rated by one. With
-    a ``critic``, advantages are computed from its values.
+    Pipelines may delay passes that can wait. If a batch has one optimizer step, the current policy is
+    also the proximal policy, which then needs no pass of its own. ``teacher`` is None if no teacher can
+    have rated the rollouts. With a ``critic``, advantages are computed from the critic's values.
     """
 
     config: GRPO
@@ -122,8 +122,8 @@ class Scorer:
     def score(self, batch: TrainBatch, *, is_critic_alone: bool = False) -> list[Minibatch]:
         """Scores a batch, or a part of one. Collective.
 
-        Also adds to a critic's ``moments``. While the critic learns alone, skips passes that only the
-        policy needs.
+        Also updates the ``moments`` of a critic. If ``is_critic_alone``, that is while only the critic
+        learns, skips the passes that only the policy needs.
         """
         top_k = 0 if self.teacher is None else self.teacher.top_k
         minibatches = [with_top_k(rows, top_k).to(self.device) for rows in batch.minibatches]
@@ -179,7 +179,7 @@ class Scorer:
         minibatches: Sequence[TrainRows],
         ref: Sequence[ForwardJob | None],
     ) -> np.ndarray:
-        """Advantage of each sample, without a teacher's part."""
+        """Returns the advantage of each sample, without what a teacher contributes."""
         config, rewards = self.config, samples.rewards
         if self._penalizes_rewards:
             ref_logprobs = [None if job is None else job.logprobs() for job in ref]
@@ -224,7 +224,7 @@ class Scorer:
         return taught
 
     def _sum(self, size: int, parts: Iterable[torch.Tensor]) -> np.ndarray:
-        """[size] float64, the sum of all parts of the ranks that count. Collective."""
+        """Returns the sum, [size] float64, of ``parts`` over all ranks that are counted. Collective."""
         total = torch.zeros(size, dtype=torch.float64)
         if self.is_counted:
             for part in parts:
@@ -232,7 +232,7 @@ class Scorer:
         return self.feed.all_reduce_sum(total).numpy()
 
     def _job(self, runner: ForwardRunner | None, rows: TrainRows) -> ForwardJob | None:
-        """A forward pass, which waits only if a pipeline can run it in idle time."""
+        """Makes a forward pass, and runs it at once unless a pipeline can run it in idle time."""
         if runner is None:
             return None
         job = ForwardJob(runner, rows)

@@ -32,7 +32,7 @@ class StageLoss:
     """Loss that a pipeline schedule computes on the last stage for each microbatch.
 
     The schedule's targets are row numbers, by which the loss finds masks, advantages and logprobs.
-    The first step makes one additional call to infer shapes.
+    In the first step, the schedule calls the loss once more, to infer shapes.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class StageLoss:
 
 
 class PipelineForwardRunner(ForwardRunner):
-    """Runs stages forward. Every rank of the pipeline receives the same rows."""
+    """Runs forward passes through the stages. Every rank of the pipeline receives the same rows."""
 
     def __init__(self, stages: list[LeanStage], config: JobConfig) -> None:
         self.microbatch_rows = config.parallelism.pipeline_parallel_microbatch_size
@@ -77,7 +77,7 @@ class PipelineForwardRunner(ForwardRunner):
 
 
 class PipelineRunner(PipelineForwardRunner, ModelRunner):
-    """Trains stages on one sequence of microbatches, so the pipeline is filled once."""
+    """Trains the stages on all microbatches in one sequence, so that the pipeline fills only once."""
 
     def __init__(self, schedule: AnySchedule, stage_loss: StageLoss, config: JobConfig) -> None:
         super().__init__(schedule.stages, config)
@@ -135,14 +135,14 @@ class PipelineRunner(PipelineForwardRunner, ModelRunner):
                 stage.store.check_empty()
 
     def _can_train(self, other: ModelRunner) -> "TypeGuard[PipelineRunner]":
-        """Returns whether one pass can train another model too. Such a pass cannot infer shapes."""
+        """Returns whether one pass can also train ``other``; it can only if all stages know their shapes."""
         if not (self._trains_together and isinstance(other, PipelineRunner)):
             return False
         stages = (*self.schedule.stages, *other.schedule.stages)
         return all(stage.knows_shapes for stage in stages)
 
     def fill(self, jobs: Sequence[FillJob]) -> None:
-        """Runs units of other work where this rank is idle."""
+        """Runs units of ``jobs``, which are other work, where this rank would be idle."""
         assert isinstance(self.schedule, TableSchedule)
         self._filler = self.schedule.fill(jobs)
 
@@ -192,5 +192,5 @@ def fill_metrics(filler: GapFiller, feed: Feed) -> dict[str, float]:
 
 
 def _has_run(job: ForwardJob) -> bool:
-    """Returns whether a job's model has inferred its shapes, which it cannot do in a gap."""
+    """Returns whether the job's model has run and so knows its shapes, which it cannot infer in a gap."""
     return all(stage.knows_shapes for stage in job.runner.stages)

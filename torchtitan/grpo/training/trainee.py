@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""What a step learns from, and the models that learn: the policy, and a critic beside it."""
+"""Defines what a step learns from, and the models that learn: the policy, and possibly a critic."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -24,9 +24,10 @@ class ScoredRows:
     """A minibatch's rows on the training device, with advantages and other policies' logprobs.
 
     Attributes:
-        old_logprobs: [rows, seq] float32, before the batch's first optimizer step. None if that is
-            the current policy, or if this rank does not see the output.
-        ref_logprobs: [rows, seq] float32, under the reference; None without one or the output.
+        old_logprobs: [rows, seq] float32, under the policy before the batch's first optimizer step.
+            None if this is the current policy, or if this rank does not see the output.
+        ref_logprobs: [rows, seq] float32, under the reference model. None without a reference model,
+            or if this rank does not see the output.
     """
 
     rows: TrainRows
@@ -36,7 +37,7 @@ class ScoredRows:
 
 @dataclass(frozen=True)
 class ValueTargets:
-    """What the critic learns from some rows; [rows, seq] float32, 0 except where a decision begins.
+    """What the critic learns from rows. All are [rows, seq] float32, 0 except where a decision begins.
 
     ``old_values`` are the critic's values before the batch's first optimizer step. The weight of a
     decision is the sum of its tokens' weights in the policy's loss.
@@ -68,9 +69,9 @@ class Minibatch:
 
 
 class TraineeLoss(ABC):
-    """Computes the loss of one minibatch, microbatch by microbatch, and keeps their metrics.
+    """Computes the loss of one minibatch, microbatch by microbatch, and keeps the metrics.
 
-    Pipelines may compute a loss twice to infer shapes; its metrics count once. ``scale`` is the
+    Pipelines may compute a loss twice to infer shapes; its metrics still count once. ``scale`` is the
     factor by which `GradientParts` multiplies this minibatch's gradient.
     """
 
@@ -79,7 +80,7 @@ class TraineeLoss(ABC):
         self._metrics: dict[int, Mapping[str, Metric]] = {}
 
     def __call__(self, output: torch.Tensor, which: slice) -> torch.Tensor:
-        """Returns the loss of the rows ``which``, from the model's output of them."""
+        """Returns the scaled loss of the rows ``which``, given the model's output for these rows."""
         loss, self._metrics[which.start] = self.compute(output, which)
         return self.scale * loss
 
@@ -87,7 +88,7 @@ class TraineeLoss(ABC):
     def compute(
         self, output: torch.Tensor, which: slice
     ) -> tuple[torch.Tensor, Mapping[str, Metric]]:
-        """Returns the loss without its scale, and metrics."""
+        """Returns the loss, not multiplied by ``scale``, and its metrics."""
 
     def add_metrics(self, totals: MetricTotals) -> None:
         totals.add(list(self._metrics.values()), self.scale)
@@ -99,13 +100,13 @@ class Trainee(ABC):
 
     Attributes:
         parts: The model's stages on this rank.
-        is_counted: As in `RankRole`, by the last stage of this model.
+        is_counted: As in `RankRole`; only ranks with the last stage of this model are counted.
         reductions: How each metric of the loss is reduced.
         first_step: The first step in which the model learns.
         learning_rate: The learning rate of the current batch.
         totals: Metrics of the batch's optimizer steps, of all ranks.
         of_update: Metrics of the current optimizer step; of this rank only, until finish_update().
-        grad_norms: Norms before clipping of the batch's optimizer steps, taken or skipped.
+        grad_norms: Gradient norm before clipping of each of the batch's optimizer steps, even if skipped.
     """
 
     runner: ModelRunner
@@ -143,16 +144,16 @@ class Trainee(ABC):
         self.optimizers.zero_grad()
 
     def scale_gradient(self, scale: float) -> None:
-        """Scales the gradient and the losses that an optimizer step's parts have added up to."""
+        """Scales the gradient and the losses, both summed over the parts of an optimizer step."""
         for parameter in self.clipper.parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(scale)
         self.of_update.scale_losses(scale)
 
     def finish_update(self, feed: Feed, grad_norm: torch.Tensor | None) -> dict[str, float]:
-        """Returns all ranks' metrics of an optimizer step, and ``grad_norm`` unless it is None.
+        """Reduces an optimizer step's metrics over all ranks and returns them, with any ``grad_norm``.
 
-        The host waits here for the gradient.
+        The host waits here until the gradient is computed.
         """
         norm = feed.all_reduce_metrics(self.of_update, grad_norm)
         self.totals.merge(self.of_update)

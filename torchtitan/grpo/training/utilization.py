@@ -35,7 +35,7 @@ class Utilization:
     ``pairs`` is the number of pairs of a query and a key, causal and within each sequence. A context
     that several sequences share is computed once. A training epoch counts as three forward passes (two
     for frozen weights), and the passes of old policy and reference as one each. A critic's values take
-    one forward pass and its epochs as many as the policy's, all without an output layer. Padding and
+    one forward pass, and the critic trains as many epochs as the policy, all without an output layer. Padding and
     recomputation are not counted. ``peak_flops`` is a rank's peak in bfloat16.
     """
 
@@ -54,7 +54,7 @@ class Utilization:
         self._flops = 0.0
 
     def add(self, plan: StepPlan, *, begins_batch: bool) -> None:
-        """Adds a plan of all ranks. If it ``begins_batch``, drops the plans that were added before."""
+        """Adds the FLOPs of all ranks' plan. If the plan ``begins_batch``, drops the FLOPs added before."""
         if begins_batch:
             self._flops = 0.0
         num_scored = sum(plan.minibatch_tokens)
@@ -70,7 +70,7 @@ class Utilization:
             self._flops += self._num_epochs * _TRAINING * sum(self._forward(trained, 0))
 
     def _forward(self, spans: Sequence[Span], num_scored: int) -> tuple[float, float]:
-        """FLOPs of products with weights, and of attention."""
+        """Returns the FLOPs of a forward pass: of products with weights, and of attention."""
         num_tokens = num_computed(spans)
         per_token = self._cost.per_token / _TRAINING
         attention = replace(self._cost, per_token=0.0)
