@@ -29,8 +29,8 @@ ServerKind = str
 class ServerInfo:
     """A server of the run.
 
-    ``num_joined`` is how often this URL has joined the run. It tells apart a server that left and came
-    back and must be attested again. ``software``, such as ``vLLM 0.32.0``, is empty until known.
+    ``num_joined`` is how often this URL has joined the run. It reveals a server that left and came
+    back, which must be attested again. ``software``, such as ``vLLM 0.32.0``, is empty until known.
     A server that is lent (:mod:`torchtitan.grpo.rollout.lending`) sleeps unless it ``is_wanted``.
     """
 

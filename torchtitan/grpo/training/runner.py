@@ -42,7 +42,7 @@ class ForwardRunner(ABC):
 
     @abstractmethod
     def forward(self, rows: TrainRows) -> torch.Tensor | None:
-        """Computes, without gradients, logprobs and entropies [rows, seq, 2] or a critic's values [rows, seq, 1].
+        """Computes logprobs and entropies [rows, seq, 2], or a critic's values [rows, seq, 1], without grad.
 
         The result is float32, and 0 where ``rows.scored`` is False; None on ranks that do not see the output.
         """

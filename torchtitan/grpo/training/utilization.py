@@ -35,8 +35,8 @@ class Utilization:
     ``pairs`` is the number of pairs of a query and a key, causal and within each sequence. A context
     that several sequences share is computed once. A training epoch counts as three forward passes (two
     for frozen weights), and the passes of old policy and reference as one each. A critic's values take
-    one forward pass, and the critic trains as many epochs as the policy, all without an output layer. Padding and
-    recomputation are not counted. ``peak_flops`` is a rank's peak in bfloat16.
+    one forward pass, and a critic has as many epochs as the policy, all without an output layer. Padding
+    and recomputation are not counted. ``peak_flops`` is a rank's peak in bfloat16.
     """
 
     def __init__(

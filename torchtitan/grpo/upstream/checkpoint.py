@@ -14,7 +14,7 @@ _IS_CONFIGURABLE = "config" in inspect.signature(CheckpointManager.__init__).par
 
 
 def manager_arguments(settings: Any) -> dict[str, Any]:
-    """Returns the settings as an argument of :class:`CheckpointManager`, with keys that are fixed here."""
+    """Returns the settings as a keyword argument of :class:`CheckpointManager`, some with fixed values."""
     known: dict[str, Any] = {
         **asdict(settings),
         "create_seed_checkpoint": False,

@@ -9,7 +9,7 @@ from torchtitan.components.metrics import BaseLogger, TensorBoardLogger, WandBLo
 
 
 class WandbConfig(dict[str, Any]):
-    """Settings for :class:`WandBLogger`: 0.2 calls ``to_dict`` on them, 0.3 wants a dictionary."""
+    """Settings for :class:`WandBLogger`: torchtitan 0.2 calls ``to_dict``, 0.3 wants a dictionary."""
 
     def to_dict(self) -> dict[str, Any]:
         return self

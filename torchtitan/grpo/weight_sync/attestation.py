@@ -57,7 +57,7 @@ def is_attested(version: int, every: int) -> bool:
 
 
 class Probes:
-    """The trainer's log-probabilities of the newest ``num_kept`` versions, for any thread.
+    """The trainer's log-probabilities of the probe tokens under the last ``num_kept`` versions. Thread-safe.
 
     Those of version 0 stay in ``initial``, which is ``None`` in a run that was resumed.
     """
@@ -69,7 +69,7 @@ class Probes:
         self.initial: tuple[float, ...] | None = None
 
     def put(self, version: int, logprobs: Sequence[float]) -> None:
-        """Stores log-probabilities, [num_tokens - 1]; called by the training thread."""
+        """Stores a version's log-probabilities, [num_tokens - 1]. Called by the training thread."""
         with self._lock:
             self._expected[version] = tuple(map(float, logprobs))
             if version == 0:
@@ -78,9 +78,9 @@ class Probes:
                 del self._expected[oldest]
 
     async def wait_for(self, version: int, timeout_seconds: float) -> tuple[float, ...] | None:
-        """Returns what the training thread stores for ``version``. Raises ``TimeoutError``.
+        """Returns the log-probabilities of ``version`` once they are stored. Raises ``TimeoutError``.
 
-        Returns ``None`` if newer versions replaced it: a lane that is so late soon gets another one.
+        Returns ``None`` if newer versions have replaced this one: a lane that is so late soon gets a newer one.
         """
         deadline = time.monotonic() + timeout_seconds
         while True:
@@ -101,12 +101,12 @@ class Probes:
 
 
 class AttestationFailed(ServerError):
-    """A server does not rate the probe tokens as the trainer does."""
+    """A server's weights or its log-probabilities of the probe tokens differ from the trainer's."""
 
 
 @dataclass(frozen=True)
 class Bound:
-    """Largest mean difference that a server may show, in nats, with its origin for messages."""
+    """Largest mean difference of logprobs that a server may show, in nats; messages append ``origin``."""
 
     value: float
     origin: str = ""
@@ -143,7 +143,7 @@ def tolerances_of(wire_dtype: torch.dtype) -> Tolerances:
 
 
 def compare(expected: Sequence[float], served: Sequence[float], bound: Bound) -> float:
-    """Returns the mean absolute difference, or raises :class:`AttestationFailed`."""
+    """Returns the mean absolute difference; raises :class:`AttestationFailed` if it exceeds ``bound``."""
     mean, where = _mean_difference(expected, served)
     if not mean <= bound.value:
         largest = abs(expected[where] - served[where])
@@ -184,7 +184,7 @@ class SentTensors:
 
 @dataclass(frozen=True)
 class Attestation:
-    """How a run attests: pushes of versions divisible by ``every`` are attested; with 0 none is.
+    """How a run attests: it attests the pushes of versions divisible by ``every``, or none if that is 0.
 
     The trainer, and then the server, must rate ``tokens`` within ``timeout_seconds``. ``sent`` is None
     if servers do not serve the tensors as they are sent.
@@ -208,8 +208,8 @@ class ServerAttestation:
     async def observe(self) -> None:
         """Lets the server rate the probe tokens before the first push. Raises as :meth:`check`.
 
-        Only the first call does so. Later, a server that reports no version may have been interrupted
-        in an update, and its weights are not known.
+        Later calls do nothing: a server that then reports no version may have been interrupted in an
+        update, so that its weights are not known.
         """
         if not self._attestation.every:
             return

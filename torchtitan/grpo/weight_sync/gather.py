@@ -11,7 +11,7 @@ buckets in the slot are complete once all ranks have copied, except for paramete
 
 Gathering uses only the CPU and gloo: snapshots lie in host memory on every training device, and
 NVIDIA does not guarantee progress if several NCCL communicators are used at the same time. FSDP uses
-its own while a version is gathered.
+its own communicators while a version is gathered.
 """
 
 import asyncio
@@ -59,7 +59,7 @@ def agree_on_push(
 
 
 def agree_on_hosts() -> tuple[int, ...]:
-    """Returns the number of each rank's host, from 0; collective over all ranks."""
+    """Numbers the hosts from 0 and returns the number of each rank's host; collective over all ranks."""
     names: list[str | None] = [None] * dist.get_world_size()
     # The second part tells hosts apart that have the same name.
     dist.all_gather_object(names, f"{socket.gethostname()} {boot_id()}")
@@ -98,7 +98,7 @@ class Gatherer:
     def gather(
         self, slot: int, shards: Mapping[str, torch.Tensor], payload: Payload | None
     ) -> None:
-        """All ranks take part, with their shards in the slot; a source fills its ``payload``."""
+        """Gathers a version from all ranks' ``shards`` in the slot; a source rank fills its ``payload``."""
         assert (payload is not None) == (self._own is not None)
         gather_one = functools.partial(self._gather_one, slot, shards, payload)
         if len(self._collectors) == 1:  # another thread would have to wait for a core

@@ -131,7 +131,7 @@ _NEXT = {
 
 
 def next_state(state: LaneState, event: LaneEvent) -> LaneState:
-    """Raises ValueError if the event must not happen in the state."""
+    """Returns the state after an event; raises ValueError if the event must not happen in ``state``."""
     following = _NEXT.get((state, event))
     if following is None:
         possible = sorted(e.value for s, e in _NEXT if s is state)
@@ -168,8 +168,8 @@ class Lane:
 
     ``num_attested`` counts confirmed pushes that were attested by log-probabilities. The lane
     ``is_blocked`` if the trainer could not prepare the newest version. Once the server has
-    confirmed ``held_from`` or a newer version, no newer one is pushed to it; any thread may set
-    this.
+    confirmed version ``held_from`` or a newer one, no newer one is pushed to it; any thread may set
+    ``held_from``.
     """
 
     def __init__(
@@ -219,7 +219,7 @@ class Lane:
         return self.state is LaneState.ASLEEP
 
     def set_wanted(self, is_wanted: bool) -> None:
-        """Says whether a lent server is to serve or to sleep. If it sleeps already, reports that again."""
+        """Says whether a lent server is to serve or sleep. If it already sleeps, reports again that it does."""
         if self.is_asleep and not is_wanted:
             self._listeners.on_asleep(self.url)
         became, was = (
@@ -333,7 +333,7 @@ class Lane:
         await self._connection.recover()
 
     async def _prepare(self, version: int) -> bool:
-        """Prepares a version. On failure, waits and returns False."""
+        """Prepares a version. If that fails, waits before the next attempt and returns False."""
         try:
             await self._connection.prepare(version)
         except NotPrepared as error:
@@ -425,7 +425,7 @@ class Lane:
         self._take(LaneEvent.VERSION_MISMATCH if is_mismatch else LaneEvent.FAILED)
 
     def _count_refusal(self, error: BaseException) -> None:
-        """Raises WeightsRefused after too many refusals in a row, because a run must not ask forever."""
+        """Counts refusals in a row. Raises WeightsRefused after too many, so that no run asks forever."""
         if self._num_refusals is None or isinstance(error, VersionMismatch):
             return
         is_refusal = isinstance(error, ServerError) and error.was_answered
@@ -439,7 +439,7 @@ class Lane:
             ) from error
 
     def _keep_as_base(self, version: int | None) -> None:
-        """Lets the next push send only what has changed since ``version``."""
+        """If deltas are in use, lets the next push send only what has changed since ``version``."""
         if self._sync.delta and self._client.capabilities.takes_deltas:
             self._server.keep_as_base(version)
 

@@ -45,7 +45,7 @@ _PATIENCE_PUSHES = 4
 
 @dataclass(frozen=True)
 class LeaderParts:
-    """The ``agents`` of all ranks and ``senders`` of all sources; the leader closes rank 0's ``own``."""
+    """The ``agents`` of all ranks and ``senders`` of all sources; the leader closes rank 0's, ``own``."""
 
     agents: Sequence[Agent]
     sources: Sequence[Agent]
@@ -85,7 +85,7 @@ class Leader:
         self._closing: dict[str, asyncio.Task[None]] = {}
 
     async def run(self, should_end: Callable[[], bool]) -> None:
-        """Leads the push until ``should_end`` returns True. Raises an error that ended a lane or gathering."""
+        """Leads the push until ``should_end`` returns True. Raises an error in a lane or in gathering."""
         watching: asyncio.Task[None] | None = None
         try:
             await self._parts.transport.lead(self._parts.senders)

@@ -39,7 +39,7 @@ class PushMemory:
 
     A version takes ``version`` bytes on the wire, and ``slot`` bytes of host memory, summed over the
     ranks that send. Of ``num_slots``, ``num_held`` are for versions that servers still receive.
-    ``model`` is the size of the whole model on the wire, also if only LoRA adapters are sent.
+    ``model`` is the size of the whole model on the wire, even if only LoRA adapters are sent.
     """
 
     version: int
@@ -172,9 +172,9 @@ def _ranks_by_name(
 
 
 def _assembly(name: str, shape: tuple[int, ...], degree: int, ranks: Sequence[int]) -> Assembly:
-    """Returns a parameter in the parts into which tensor parallelism divides it.
+    """Describes a parameter as the parts into which tensor parallelism divides it.
 
-    FSDP divides these into contiguous parts, which do not affect the layout.
+    FSDP divides these parts into smaller, contiguous ones, which do not affect the layout.
     """
     if degree == 1 or not name.endswith(_BY_COLUMNS) or shape[-1] % degree:
         whole = Block((0,) * len(shape), shape)

@@ -63,7 +63,7 @@ class Payload:
         self._progress = asyncio.Event()
 
     def filled(self, index: int) -> None:
-        """Called by the gathering thread, in the order of buckets."""
+        """Marks a bucket as filled. Called by the gathering thread, in the order of buckets."""
         if self._checksum:
             self._specs[index] = replace(self._specs[index], checksums=self._sum_up(index))
         assert index == self._num_filled, (index, self._num_filled)
@@ -79,7 +79,7 @@ class Payload:
         former.set()
 
     async def wait_filled(self, index: int, timeout_seconds: float) -> None:
-        """Waits until a bucket is filled; PayloadFailed if gathering failed or takes too long."""
+        """Waits until a bucket is filled. Raises PayloadFailed if gathering failed or takes too long."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_seconds):
                 while self._num_filled <= index and self._failure is None:
@@ -129,9 +129,9 @@ class PayloadPool:
         self._lock = threading.Lock()
 
     def take(self, version: int, held_slot: int | None = None) -> Payload:
-        """Returns a payload for a new version, on the event loop of the publisher's thread.
+        """Returns a payload for a new version. Called on the event loop of the publisher's thread.
 
-        With ``held_slot``, a slot that is held as long as the version, buckets are sent from there.
+        If there is a ``held_slot``, which is held as long as the version, buckets are sent from that slot.
         """
         in_slot = self._buckets_in_slot(held_slot) if held_slot is not None else None
         payload = Payload(version, self._specs, in_slot or self._own_buffers(), self._checksum)
@@ -150,7 +150,7 @@ class PayloadPool:
 
     @contextmanager
     def reading(self, version: int) -> Iterator[Payload]:
-        """Keeps a version's buffers while a thread reads them; PayloadFailed if it was dropped."""
+        """Keeps a version's buffers alive while a thread reads them. Raises PayloadFailed after a drop."""
         with self._lock:
             held = self._held.get(version)
             if held is None or held.is_dropped:

@@ -8,7 +8,7 @@ assembled, about equally many bytes, to every server, and a server can receive f
 same time, so that neither one network interface nor one process limits the speed of a push.
 
 Ranks that share a parameter form a family. Without pipeline parallelism, all ranks are one family;
-with it, the ranks that hold the same stages are. Each family has at least one source, because other
+with it, the ranks that hold the same stages are one. Each family has at least one source, because other
 ranks do not hold its parameters. Within a family, parameters are assigned in descending order of
 size, each to the source that has the fewest elements so far (R. L. Graham, "Bounds on multiprocessing
 timing anomalies", 1969). No source therefore sends more than the mean plus one parameter.
@@ -45,7 +45,7 @@ class BucketPlan:
 
 @dataclass(frozen=True)
 class SourcePlan:
-    """``members`` are the source and all ranks that send it blocks, ascending."""
+    """What one source sends. ``members`` are the source and all ranks that send blocks to it, ascending."""
 
     rank: int
     members: tuple[int, ...]
@@ -58,7 +58,7 @@ class SourcePlan:
 
 @dataclass(frozen=True)
 class SourceLimits:
-    """``hosts`` numbers the ranks' hosts, 0 for further ranks; ``max_sources`` = 0 sets no limit."""
+    """Limits on sources. ``hosts`` numbers each rank's host, 0 if absent; ``max_sources`` = 0 is no limit."""
 
     max_sources: int = 0
     hosts: tuple[int, ...] = ()
@@ -94,7 +94,7 @@ def plan_buckets(
 ) -> list[BucketPlan]:
     """Divides parameters into buckets of at most ``bucket_bytes``, unless one alone is larger.
 
-    LoRA adapters that are sent as a part of their target are in its bucket.
+    LoRA adapters that are sent as a part of their target weight are in the target's bucket.
     """
     assemblies = _with_adapters_behind(assemblies)
     metas = {a.name: hf_meta(adapter, a.name, a.shape) for a in assemblies}
@@ -138,8 +138,8 @@ def choose_sources(
 ) -> dict[int, list[Assembly]]:
     """Returns what each source assembles, in the order of ``assemblies``.
 
-    A rank that holds a block sends it to a source that does not: preferably a rank on the source's
-    host, and among several the one that has the least to send.
+    A block that its source does not hold is sent by one of the ranks that hold it: preferably by one
+    on the source's host, and among several by the one that has the least to send.
     """
     families = families_of(assemblies)
     num_ranks = sum(len(family) for family in families)
@@ -203,7 +203,7 @@ def _assign(assemblies: Sequence[Assembly], sources: Sequence[int]) -> dict[str,
 def _with_senders(
     assembly: Assembly, source: int, limits: SourceLimits, num_sent: dict[int, int]
 ) -> Assembly:
-    """Chooses a sender for each block of the parameter, and counts its elements in ``num_sent``."""
+    """Chooses a sender for each block of a parameter, and adds the block's elements to ``num_sent``."""
 
     def sent(piece: Piece) -> Piece:
         rank = min(

@@ -46,9 +46,9 @@ class PublisherFailed(RunError):
 
 
 class Publisher:
-    """The publisher of a run without servers, such as a replay: it sends nothing.
+    """A publisher that sends nothing, for runs without servers, such as a replay.
 
-    The training thread uses it. ``probes`` are the trainer's log-probabilities of the probe
+    The training thread uses publishers. ``probes`` are the trainer's log-probabilities of the probe
     tokens, by version; ``failure`` is the error that ended this rank's part of the push.
     """
 
@@ -67,7 +67,7 @@ class Publisher:
         return False
 
     def reserve_slot(self) -> int:
-        """Called on rank 0."""
+        """Reserves a slot for the next :meth:`publish`, and returns its index. Called on rank 0."""
         return 0
 
     def fence(self) -> None:
@@ -100,7 +100,7 @@ class Publisher:
         return []
 
     def metrics(self) -> dict[str, float]:
-        """Called on rank 0, at each step."""
+        """Returns metrics of the push. Called on rank 0, at each step."""
         return {}
 
     def server_states(self) -> dict[str, dict[str, str | int]]:
@@ -111,7 +111,7 @@ class Publisher:
         """Raises PublisherFailed if this rank's part of the push has ended."""
 
     def close(self, timeout_seconds: float = 2.0) -> None:
-        """Ends the push, and abandons work that lasts longer. It is idempotent."""
+        """Ends the push, and abandons work that takes longer than the timeout. It is idempotent."""
 
 
 class WeightPublisher(Publisher):

@@ -16,7 +16,7 @@ write with copy engines, for which each process pins the memory. Sending a shard
 or copying it again, would take cores from training.
 
 All slots are allocated at the start. If a slot were allocated during the run, because a server is
-slow, the copy into it would not end before the next optimizer step.
+slow, the copy into that slot would not end before the next optimizer step.
 """
 
 import math
@@ -59,8 +59,8 @@ class Place:
 class SlotLayout:
     """The offsets of shards and buckets in a slot; see the module's docstring.
 
-    ``buckets`` holds the first byte of each bucket, and the byte after its last. ``places`` says
-    where the parameters lie that are sent without conversion, by native name. ``blocks`` holds the
+    ``buckets`` holds the start and end of each bucket, in bytes. ``places`` holds, by native name,
+    the places of the parameters that are sent without conversion. ``blocks`` holds the
     first byte of each shard that is not copied directly into a bucket, by native name and rank.
     """
 
@@ -135,7 +135,7 @@ def lay_out_slot(
     *,
     contiguous: bool = False,
 ) -> SlotLayout:
-    """With ``contiguous``, every shard is copied to contiguous memory, as GPUs require."""
+    """Lays out a source's slot; if ``contiguous``, shards are copied to contiguous memory, as GPUs need."""
     end = 0
     buckets, places, blocks = [], {}, {}
     for index, plan in enumerate(source.buckets):
@@ -223,7 +223,7 @@ class SnapshotSlots:
             ]
 
     def buckets(self, slot: int) -> list[torch.Tensor] | None:
-        """``None`` if this rank is not a source."""
+        """Returns the buckets of a slot; ``None`` if this rank is not a source."""
         return None if self._buckets is None else self._buckets[slot]
 
     def writers(self, source: int) -> Collection[int]:
@@ -236,7 +236,7 @@ class SnapshotSlots:
 
 
 def _attached(shared: SharedSlots | None, wanted: list[int]) -> dict[int, list[torch.Tensor]]:
-    """Maps the slots of those wanted ranks whose memory can be shared; collective."""
+    """Maps the slots of those ``wanted`` ranks whose memory can be shared; collective."""
     offers: list[SlotOffer | None] = [None] * dist.get_world_size()
     dist.all_gather_object(offers, shared.offer if shared is not None else None)
     mapped = {rank: attach(offer) for rank in wanted if (offer := offers[rank]) is not None}
@@ -266,7 +266,7 @@ def _shards_in(
 def _own_shards(
     plan: PushPlan, memory: Mapping[int, list[torch.Tensor]], rank: int
 ) -> dict[str, torch.Tensor]:
-    """Allocates one slot for a rank's shards of those sources whose memory it has not mapped."""
+    """Allocates one slot for the shards that this rank copies for sources whose memory it has not mapped."""
     return {
         assembly.name: own_memory(piece.block.shape, layout.dtype)
         for source, layout in plan.layouts.items()

@@ -137,7 +137,7 @@ class SlotVersions:
             self._changed.notify_all()
 
     def wait_filled(self, slot: int, version: int, timeout_seconds: float) -> None:
-        """Waits until this rank's training thread has filled a slot; it may lag behind rank 0's."""
+        """Waits until this rank's training thread, which may lag behind rank 0's, has filled a slot."""
         with self._changed:
             if not self._changed.wait_for(
                 lambda: self._version_in.get(slot) == version, timeout_seconds

@@ -37,7 +37,7 @@ _POLL_SECONDS = 0.002
 
 
 class Snapshots:
-    """Copies into ``SnapshotSlots.shards``; on CUDA they must be contiguous and pinned."""
+    """Copies shards into the tensors of ``SnapshotSlots.shards``, contiguous and pinned if on CUDA."""
 
     def __init__(
         self,
@@ -59,8 +59,8 @@ class Snapshots:
         """Starts the copy of the current shards and returns; called on the training thread.
 
         The caller must call :meth:`fence` before the parameters change again, and ensure that the
-        slot is no longer read. ``announce`` is called here, as soon as :meth:`read` waits for this
-        copy and no longer for an earlier one; nobody may read the slot before. ``wake`` is called to
+        slot is no longer read. This call calls ``announce`` once a :meth:`read` would wait for
+        this copy, and no longer for an earlier one; nobody may read the slot before. ``wake`` is called to
         wake readers of the slot. On CPU the copying thread calls it, to spare the training thread.
         """
         self._copies.start(slot, announce, wake)
@@ -71,11 +71,11 @@ class Snapshots:
 
     @property
     def stalled_seconds(self) -> float:
-        """Time for which the training stream waited in the last fence it has passed; 0 on CPU."""
+        """Seconds that the training stream waited at the last fence that it has passed; 0 on CPU."""
         return self._copies.stalled_seconds
 
     def read(self, slot: int, timeout_seconds: float = _WAIT_SECONDS) -> Shards:
-        """Waits for the last copy into a slot; returns its shards, on the gathering thread."""
+        """Waits for the last copy into a slot, and returns its shards. Called on the gathering thread."""
         self._copies.wait_for(slot, timeout_seconds)
         return self._slots[slot]
 
@@ -257,4 +257,4 @@ class _StreamCopies:
             time.sleep(_POLL_SECONDS)
 
     def close(self, timeout_seconds: float) -> None:
-        """The stream ends with the process."""
+        """Does nothing, because the stream ends with the process."""

@@ -71,13 +71,13 @@ class Versions:
 
     @property
     def num_alive(self) -> int:
-        """Includes the versions that are being dropped."""
+        """Number of versions that have buffers, including those that are being dropped."""
         return len(self._alive)
 
     # -- from a slot to the source ranks -------------------------------------------------
 
     async def take_newest(self, timeout_seconds: float) -> TakenSlot | None:
-        """``None`` if there is no filled slot, or no room for another version, in time."""
+        """Takes the newest filled slot; ``None`` if no slot is filled, or there is no room, in time."""
         if not await self.room(timeout_seconds):
             return None
         loop = asyncio.get_running_loop()
@@ -120,7 +120,7 @@ class Versions:
             self._changed.notify_all()
 
     def gathered(self, taken: TakenSlot) -> None:
-        """Holds or releases the slot of the newest version, which all ranks have read."""
+        """Holds or releases a taken slot, after all ranks have read it."""
         if taken.is_held:
             self._slots.hold(taken.slot)
             self._alive[taken.version].held_slot = taken.slot
@@ -130,7 +130,7 @@ class Versions:
     # -- from the source ranks to the servers --------------------------------------------
 
     async def newer_than(self, number: int, timeout_seconds: float) -> int | None:
-        """Waits for a version newer than ``number``; returns the newest, or ``None``."""
+        """Waits for a version newer than ``number``. Returns the newest version, or ``None`` if too late."""
         is_there = await self._comes_true(lambda: self.newest > number, timeout_seconds)
         return self.newest if is_there else None
 
@@ -162,7 +162,7 @@ class Versions:
     # -- dropping ------------------------------------------------------------------------
 
     def raise_if_failed(self) -> None:
-        """Raises the error, if any, that prevented a drop; those buffers are lost for the run."""
+        """Raises any error that kept a version from being dropped. Its buffers are lost for the run."""
         if self._error is not None:
             raise self._error
 

@@ -23,7 +23,7 @@ def target_of(name: str) -> str:
 
 
 def served_weight_of(name: str) -> str:
-    """Returns a server's name of the weight that PEFT's parameter changes; keeps other names."""
+    """Returns a server's name of the weight that PEFT's parameter changes, and other names unchanged."""
     return target_of(name).removeprefix(PEFT_PREFIX)
 
 

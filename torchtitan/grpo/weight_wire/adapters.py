@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Low-rank adapters that are pushed without their base weights, and are added to a server's own.
+"""Low-rank adapters that are pushed without base weights; the server adds them to its own base weights.
 
 The base weights are read anew for each version from the directory that the server was started
 from. So the server needs no second copy of them, and no version depends on the one before.
@@ -27,7 +27,7 @@ from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec
 
 
 def is_of_adapters(bucket: BucketSpec) -> bool:
-    """Returns whether a bucket holds adapters; ValueError if they are a delta or beside weights."""
+    """Returns whether a bucket holds adapters. Raises ValueError if it is a delta, or holds weights too."""
     if bucket.lora_scale is None:
         return False
     if bucket.num_changed is not None:
@@ -44,8 +44,8 @@ def is_of_adapters(bucket: BucketSpec) -> bool:
 def base_digest(folder: str) -> str:
     """Returns a digest of a directory's names, dtypes, shapes, and first and last rows.
 
-    Training changes every weight, so the rows tell models apart. The division among files does
-    not matter.
+    Training changes every weight, so the rows tell models apart. How the tensors are divided among
+    files does not matter.
     """
     digest = hashlib.sha256()
     for name, tensor in sorted(WeightFiles(Path(folder), "base weights").slices().items()):
@@ -66,7 +66,7 @@ class BaseWeights:
         return base_digest(self._folder)
 
     def check(self, bucket: BucketSpec) -> None:
-        """Raises ValueError if factors belong to another base, or do not fit the weights."""
+        """Raises ValueError if a bucket's adapters belong to other base weights, or do not fit these."""
         if bucket.lora_base != self._digest:
             raise ValueError(
                 "Adapters can only be added to the base weights with which they are trained, and those "
@@ -97,7 +97,7 @@ class BaseWeights:
     def adapted(
         self, factors: Mapping[str, torch.Tensor], scale: float
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields targets with ``scale * B A`` added, bit for bit as a trainer merges them."""
+        """Yields each adapted weight with ``scale * B A`` added, bit for bit as a trainer merges it."""
         self.require_pairs(factors)
         for target in dict.fromkeys(served_weight_of(name) for name in factors):
             rows, columns = (factors[name] for name in _factors_of(target))

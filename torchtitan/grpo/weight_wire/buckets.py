@@ -26,7 +26,7 @@ def tensor_bytes(dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> list
 
 
 def bucket_bytes(bucket: BucketSpec) -> int:
-    """Returns the length of a bucket's payload in bytes; ValueError for an impossible delta."""
+    """Returns the length of a bucket's payload in bytes. Raises ValueError for an impossible delta."""
     if bucket.num_changed is None:
         return sum(tensor_bytes(bucket.dtypes, bucket.shapes))
     numels, itemsize = element_counts(bucket)
@@ -45,7 +45,7 @@ def check_lengths(bucket: BucketSpec) -> None:
 
 
 def element_counts(bucket: BucketSpec) -> tuple[list[int], int]:
-    """Returns the numbers of elements of a delta's tensors, and the bytes of one element."""
+    """Returns the number of elements of each tensor in a delta, and the bytes of one element."""
     itemsizes = {WIRE_DTYPES[dtype].itemsize for dtype in bucket.dtypes}
     if len(itemsizes) != 1:
         raise ValueError(f"The tensors of a delta must have one item size, got {bucket.dtypes}.")
@@ -73,7 +73,7 @@ def is_exact_in(wire_dtype: torch.dtype, held_dtype: torch.dtype) -> bool:
 
 
 def refuse_wrong_dtypes(dtypes: Iterable[str]) -> None:
-    """Raises ValueError if tensors are announced in a dtype in which none is sent."""
+    """Raises ValueError unless each dtype is one of those in which tensors are sent."""
     wrong = set(dtypes) - WIRE_DTYPES.keys()
     if wrong:
         raise ValueError(f"dtypes must be among {sorted(WIRE_DTYPES)}, got {sorted(wrong)}.")

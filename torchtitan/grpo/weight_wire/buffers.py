@@ -36,7 +36,7 @@ class BufferPool:
         return sum(buffer.nbytes for buffer in buffers if buffer.device.type == "cpu")
 
     def take(self, num_bytes: int, device: torch.device) -> torch.Tensor:
-        """Returns [num_bytes] uint8, uninitialized."""
+        """Lends a buffer, [num_bytes] uint8, whose contents are undefined."""
         with self._lock:
             for i, buffer in enumerate(self._free):
                 if buffer.numel() == num_bytes and buffer.device == device:
@@ -56,7 +56,7 @@ class BufferPool:
             self._reuse([buffer])
 
     def settle(self, in_use: Iterable[torch.Tensor]) -> None:
-        """Ends an update that was committed: buffers without a tensor of ``in_use`` become free."""
+        """Ends a committed update. Buffers in which no tensor of ``in_use`` lies become free."""
         used = {storage_of(tensor) for tensor in in_use}
         with self._lock:
             known = self._held + self._lent
@@ -67,7 +67,7 @@ class BufferPool:
             self._lent = []
 
     def forget(self) -> None:
-        """Drops the buffers of a failed update: its last broadcast may still write to one."""
+        """Drops the buffers of a failed update, whose last broadcast may still write to one of them."""
         with self._lock:
             self._lent = []
 

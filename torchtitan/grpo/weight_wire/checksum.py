@@ -54,7 +54,7 @@ def tensor_checksum(data: torch.Tensor) -> int:
 
 
 def _row_sums(octets: torch.Tensor) -> torch.Tensor:
-    """Returns the weighted sum of each row, [rows] int64, of [rows, row_bytes] uint8."""
+    """Returns the weighted sums [rows] int64 of the words in each row of ``octets`` [rows, row_bytes] uint8."""
     if octets.data_ptr() % 4:
         octets = octets.clone()
     # Integer sums wrap around, so the result does not depend on the order of the additions.
@@ -63,15 +63,18 @@ def _row_sums(octets: torch.Tensor) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=4)
 def _column_weights(device: torch.device) -> torch.Tensor:
-    """Returns [columns] int64, odd and distinct modulo twice the number of columns."""
+    """Returns the column weights [columns] int64, odd and distinct modulo twice the number of columns."""
     return 2 * _scattered(torch.arange(1, _COLUMNS + 1, device=device)) + 1
 
 
 def _row_weights(rows: torch.Tensor) -> torch.Tensor:
-    """Returns [rows] int64, distinct and each 1 modulo twice the number of columns."""
+    """Returns the row weights [rows] int64, distinct and each 1 modulo twice the number of columns."""
     return 2 * _COLUMNS * _scattered(torch.arange(1, rows.numel() + 1, device=rows.device)) + 1
 
 
 def _scattered(index: torch.Tensor) -> torch.Tensor:
-    """Permutes the int64 so that each difference keeps its number of factors of two."""
+    """Maps int64 values one-to-one to values that look random, from which the weights are made.
+
+    The difference of two values keeps its number of factors of two, as the bounds in the module need.
+    """
     return index * (2 * index + 1) * _MIXER

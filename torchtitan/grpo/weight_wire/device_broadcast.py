@@ -6,7 +6,7 @@ r"""Broadcasts host memory over NCCL, on a stream that nothing else waits for.
     host memory --copy engine--> one piece on the device --NCCL--> the server's workers
                   \______________ stream of this server ______________/
 
-The kernel of a broadcast runs until the server has received, so each server has its own stream
+The kernel of a broadcast runs until the server has received the data, so each server has its own stream
 and buffer (`device_lanes.py`), and the host polls an event, with a deadline.
 """
 
@@ -26,8 +26,8 @@ _POLL_SECONDS = 0.002
 class DeviceBroadcast:
     """Broadcasts to one server; used by one thread, the one that pushes to the server.
 
-    A payload is sent in pieces through the same memory of the device, within ``timeout_seconds``.
-    Raises RuntimeError if a kernel of an earlier broadcast to the server has not ended, or the GPU
+    A payload is sent in pieces through one device buffer, within ``timeout_seconds``. The constructor
+    raises RuntimeError if a kernel of an earlier broadcast to the server has not ended, or the GPU
     has no room for a piece.
     """
 
@@ -48,7 +48,7 @@ class DeviceBroadcast:
     def send(
         self, payload: torch.Tensor, group: dist.ProcessGroup, is_left: Callable[[], bool]
     ) -> None:
-        """Broadcasts [num_bytes] uint8 in host memory; returns when the server has received it.
+        """Broadcasts ``payload``, [num_bytes] uint8 in host memory, and waits until the server has received it.
 
         Raises RuntimeError if the group ``is_left`` meanwhile, and TimeoutError if the server did
         not receive the payload in time.

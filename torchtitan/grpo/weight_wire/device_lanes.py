@@ -9,11 +9,12 @@ peer at a time. It is kept for the life of the process, because only a call that
 kernels of the device could free its memory.
 
 Aborts of communicators are kept apart from broadcasts that make progress. An abort frees memory
-of the GPU, for which the driver may wait until the kernels of all other broadcasts have ended,
-and hold up every launch meanwhile, also of training. It therefore waits until the broadcasts
-under way have ended, and new ones begin after it. It does not wait for broadcasts that were given
-up, so that all of them can be aborted together. If the driver does not finish an abort within a few
-seconds, broadcasts no longer wait for it, so that it delays every other server only once.
+of the GPU. For this, the driver may wait until the kernels of all other broadcasts have ended, and
+meanwhile it holds up every launch, even those of training. An abort therefore waits until the
+broadcasts under way have ended, and new broadcasts begin after it. An abort does not wait for
+broadcasts that were given up, so that all of these can be aborted together. If the driver does not
+finish an abort within a few seconds, broadcasts no longer wait for that abort, so that it delays
+every other server only once.
 """
 
 import threading

@@ -51,7 +51,7 @@ class GroupFacts:
 
 @dataclass(frozen=True)
 class BackendChoice:
-    """``backend`` is ``None`` if NCCL is demanded and cannot work.
+    """The backend of a server's groups; ``backend`` is ``None`` if NCCL is demanded and cannot work.
 
     ``obstacles`` say why NCCL cannot work and what to change, and ``doubts`` what is not known.
     """
@@ -139,7 +139,7 @@ def _doubts(ours: GroupFacts, theirs: GroupFacts) -> Iterator[str]:
 
 
 def _difference(name: str, ours: GroupFacts, theirs: GroupFacts) -> str:
-    """Says how a setting differs and what to do; empty if it is the same, or not known."""
+    """Says how a setting differs between the two sides and what to do; empty if equal or not known."""
     if ours.settings is None or theirs.settings is None:
         return ""
     own, other = ours.settings[name], theirs.settings[name]

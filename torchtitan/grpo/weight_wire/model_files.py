@@ -3,9 +3,9 @@
 
 """Decides which safetensors file of a model's folder holds a tensor, and checks the tensors.
 
-As in transformers, ``model.safetensors`` counts first, then the files that the index names.
-Without either, all safetensors files of the folder count together, and none may repeat a tensor
-of another. Only headers are read, except where an output layer is compared with the embedding.
+As in transformers, ``model.safetensors`` is used if it exists, or else the files that the index
+names. Without either, all safetensors files of the folder are used, and no two of them may hold
+the same tensor. Only headers are read, except where an output layer is compared with the embedding.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -40,7 +40,7 @@ _BUFFERS = (".inv_freq", ".position_ids")
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a safetensors file, whose dtype is named as there, such as ``BF16``."""
+    """A tensor in a safetensors file. ``dtype`` is the name in the file, such as ``BF16``."""
 
     file: Path
     dtype: str
@@ -48,7 +48,7 @@ class Stored:
 
 
 class WeightFiles:
-    """``setting`` is the folder's TOML key. Raises ModelError if no weights can be read."""
+    """The weights in a folder, whose TOML key is ``setting``. Raises ModelError if none can be read."""
 
     def __init__(self, path: Path, setting: str) -> None:
         self.path, self.setting = path, setting
@@ -183,7 +183,7 @@ class WeightFiles:
         )
 
     def check(self, needed: Mapping[str, Sequence[int]], *, is_tied: bool) -> list[str]:
-        """Compares the files with the tensors that a model needs; returns remarks on all others.
+        """Compares the files with the tensors that a model needs; returns remarks on all other tensors.
 
         Raises ModelError as :meth:`stored`; if a tensor beside a weight looks like a part of it,
         such as its scales; or if a tied model has an output layer that is not its embedding.
@@ -208,7 +208,7 @@ class WeightFiles:
         return list(self._unread(needed))
 
     def _parts_of(self, needed: Mapping[str, Sequence[int]]) -> Iterator[str]:
-        """Yields tensors beside a weight, except biases, which are left out as in transformers."""
+        """Yields remarks on unneeded tensors beside a weight, except biases, as transformers ignores these."""
         modules = {name.rpartition(".")[0] for name in needed}
         for name in self._found:
             if name not in needed and not name.endswith(".bias"):

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Reads and checks a folder that is named as a model; for trainer and servers, without torch."""
+"""Reads and checks the folder of a model. Trainer and servers use this module, which needs no torch."""
 
 import json
 from pathlib import Path
@@ -73,9 +73,9 @@ def require_undamaged(
 ) -> None:
     """Raises ModelError for a directory that this project has exported and that has changed since.
 
-    Other directories have no checksums. Text files, such as chat templates, that are gone or have
-    another size are not compared, because users edit them. Ranks can divide the files into
-    ``num_shares``. ``weights`` selects the weights, or else all other files.
+    Other directories have no checksums. Files besides weights, such as chat templates, are not compared
+    if they are gone or have another size, because users edit them. Ranks can divide the files into
+    ``num_shares``. If ``weights`` is True, only weights are checked, and otherwise only other files.
     """
 
     def is_wanted(name: str, size: int) -> bool:
@@ -105,7 +105,7 @@ def refuse_quantised(config: dict[str, Any], file: Path, setting: str) -> None:
 
 
 def about_pointer(file: Path) -> str:
-    """Returns a sentence if Git LFS has not fetched the file."""
+    """Returns a sentence if the file is only a pointer of Git LFS, and otherwise an empty string."""
     try:
         with open_regular(file) as opened:
             is_pointer = opened.read(len(_LFS_POINTER)) == _LFS_POINTER
@@ -115,7 +115,7 @@ def about_pointer(file: Path) -> str:
 
 
 def about_folder(path: Path) -> str:
-    """Says what a folder without config.json or weights is, and the remedy."""
+    """Says what a folder that lacks config.json or weights seems to be, and what to do about it."""
     if not path.is_dir():
         return f"{path} is a file: name the folder." if path.exists() else f"There is no {path}."
     if (path / "adapter_config.json").is_file():

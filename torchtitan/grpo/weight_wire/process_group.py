@@ -90,7 +90,7 @@ def create_weight_group(
 
 @functools.cache
 def _gloo_on_route() -> str:
-    """Registers gloo on a chosen address; torch itself has one address for the whole process."""
+    """Registers a gloo backend whose address can be chosen; torch uses one address for a whole process."""
 
     def make(options: Any, address: str) -> dist.ProcessGroupGloo:
         made: Any = dist.ProcessGroupGloo  # whose type stub lacks options
@@ -127,7 +127,7 @@ def limit_communicators(timeout_seconds: float) -> None:
 
 @contextmanager
 def _nccl_environment(timeout_seconds: float) -> Iterator[None]:
-    """Changes the environment while one NCCL group is made, and then restores it."""
+    """Sets the variables without which an NCCL group gets a watchdog, and restores them after the block."""
     with _making:
         limit_communicators(timeout_seconds)  # for a process that had no reason to do so before
         former = os.environ.get(_NO_WATCHDOG)

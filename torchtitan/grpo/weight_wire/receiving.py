@@ -141,7 +141,7 @@ class WeightGroup:
         work.wait()
 
     def begin_leave(self) -> threading.Thread | None:
-        """Makes :meth:`receive` fail; returns the thread that leaves over NCCL. Idempotent."""
+        """Makes :meth:`receive` fail. Over NCCL, returns the thread that leaves the group. Idempotent."""
         if self._left.is_set():
             return None
         self._left.set()
@@ -183,7 +183,7 @@ def _keep(entries: list[T], entry: T) -> None:
 
 
 def _let_go_of_ended() -> None:
-    """Drops the groups whose operation has ended, and whose threads can be joined at once."""
+    """Drops the groups and buffers of abandoned operations that have ended, so that nothing blocks."""
     with _keeping:
         _abandoned[:] = [(group, work) for group, work in _abandoned if not work.is_completed()]
         for _, _, device in _written:

@@ -8,8 +8,8 @@
 Announced buckets are received into staging while the old weights are served. ``collect``
 returns only a whole, verified update. The server swaps it in, and then calls ``settle``. Any other
 update is dropped, and the served weights do not change. A delta is applied to a copy of the weights
-that were settled last. It is refused unless these are its base version, completely
-received in the delta's dtype.
+that were settled last. It is refused unless these weights are the delta's base version and
+were completely received in the delta's dtype.
 
 vLLM's workers and the embedded server differ in the :class:`StagingPlace`, the check against
 the model, and the swap.
@@ -35,8 +35,9 @@ _SAFETENSORS_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
 class UpdateSession:
-    """``check`` raises ValueError unless tensors of these names and shapes fit the model.
+    """Receives weight updates for one server, one update at a time.
 
+    ``check`` raises ValueError unless tensors of the given names and shapes fit the model.
     ``folder`` returns the directory of the model, to whose weights adapters are added. ``received``
     holds the dtypes of the collected update, by name.
     """
@@ -115,7 +116,7 @@ class UpdateSession:
         self._staging, self._lora_scale = Staging(self.place, self.buffers), None
 
     def announce(self, bucket: BucketSpec, group_name: str, sequence: int | None) -> "Future[None]":
-        """Queues a bucket before its broadcast. A ValueError refuses it and the whole update."""
+        """Queues a bucket before its broadcast. If it raises ValueError, the whole update is refused."""
         staging = self.staging
         try:
             self._check(bucket)
@@ -138,7 +139,7 @@ class UpdateSession:
         self.staging.read(dtypes, lambda: read_weights(folder))
 
     def collect(self, timeout_seconds: float) -> dict[str, torch.Tensor]:
-        """Returns new tensors, or adapters' factors. If one failed, drops all; raises UpdateError."""
+        """Returns the new tensors, or adapters' factors. If one failed, drops all and raises UpdateError."""
         staging, self._staging = self.staging, None
         try:
             tensors = staging.collect(timeout_seconds)
@@ -155,7 +156,7 @@ class UpdateSession:
     def with_adapters(
         self, factors: Mapping[str, torch.Tensor], *, all_weights: bool
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields base weights with the adapters added: those that adapters change, or all of them."""
+        """Yields base weights with the adapters added: all of them, or only those that adapters change."""
         assert self._lora_scale is not None, "no adapters were announced"
         add = self._base_weights.all_with if all_weights else self._base_weights.adapted
         return add(factors, self._lora_scale)
@@ -163,8 +164,8 @@ class UpdateSession:
     def settle(self, in_use: Iterable[torch.Tensor], version: str | None) -> None:
         """Notes that the collected update is served; ``in_use`` tensors keep their buffers.
 
-        Deltas may be applied to ``version``, unless it is ``None``, for instance because only a
-        part of the weights was received.
+        Later deltas may be applied to ``version``. With ``None`` they may not, for instance because only
+        a part of the weights was received.
         """
         self._base_version, self._base_dtypes = version, self.received
         self.buffers.settle(in_use)

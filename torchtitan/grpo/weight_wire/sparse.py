@@ -25,8 +25,8 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class Changes:
     """The new elements of one tensor.
 
-    ``indices`` are [num_changed] int32, in the flattened tensor; ``None`` if it is sent whole.
-    ``values`` are [num_changed] or [numel] integers, the bits of the elements.
+    ``indices`` are [num_changed] int32, in the flattened tensor; ``None`` if the tensor is sent
+    whole. ``values`` are [num_changed] or [numel] integers, the bits of the elements.
     """
 
     indices: torch.Tensor | None
@@ -36,7 +36,7 @@ class Changes:
 def encode(
     previous: torch.Tensor, current: torch.Tensor, numels: Sequence[int], itemsize: int
 ) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """Returns the delta from one version of a bucket to the next, [num_bytes] uint8 each.
+    """Returns the delta between two versions of a bucket, which are [num_bytes] uint8 each.
 
     Also returns for each tensor the number of changed elements, or -1 if it is sent whole.
     ``itemsize`` is 1, 2, 4 or 8.
@@ -64,7 +64,7 @@ def encode(
 
 
 def _changed(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor | None:
-    """Returns where two tensors of bits differ, or ``None`` if the whole tensor is not longer."""
+    """Returns where two tensors of bits differ, or ``None`` if a delta would be no shorter than ``new``."""
     if new.numel() > _MAX_NUMEL:
         return None
     differs = old != new
@@ -76,7 +76,7 @@ def _changed(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor | None:
 
 
 def delta_bytes(numels: Sequence[int], num_changed: Sequence[int], itemsize: int) -> int:
-    """Raises ValueError if a count is neither -1 nor within its tensor's size."""
+    """Returns a delta's length in bytes. Raises ValueError if a count is neither -1 nor 0 to ``numel``."""
     total = 0
     for numel, count in zip(numels, num_changed, strict=True):
         if not WHOLE <= count <= numel:
@@ -88,7 +88,7 @@ def delta_bytes(numels: Sequence[int], num_changed: Sequence[int], itemsize: int
 def decode(
     payload: torch.Tensor, numels: Sequence[int], num_changed: Sequence[int], itemsize: int
 ) -> list[Changes]:
-    """Undoes :func:`encode`; ValueError if the payload contradicts the counts or ``numels``."""
+    """Undoes :func:`encode`. Raises ValueError if the payload contradicts the counts or ``numels``."""
     expected = delta_bytes(numels, num_changed, itemsize)
     if payload.numel() != expected:
         raise ValueError(f"The delta must have {expected} bytes, got {payload.numel()}.")

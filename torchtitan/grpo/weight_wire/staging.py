@@ -67,7 +67,7 @@ class LaunchOrder:
 
     @contextmanager
     def turn(self, ticket: int, timeout_seconds: float) -> Iterator[None]:
-        """Waits for all lower tickets; RuntimeError after the timeout or :meth:`close`."""
+        """Waits until all lower tickets had a turn. Raises RuntimeError at the timeout or :meth:`close`."""
         with self._changed:
             has_come = self._changed.wait_for(
                 lambda: self._is_closed or self._first_waiting >= ticket, timeout_seconds
@@ -85,7 +85,7 @@ class LaunchOrder:
             self.give_up(ticket)
 
     def give_up(self, ticket: int) -> None:
-        """Lets higher tickets launch. It is idempotent."""
+        """Lets higher tickets launch without waiting for this one. It is idempotent."""
         with self._changed:
             if ticket >= self._first_waiting:
                 self._passed.add(ticket)
@@ -130,7 +130,7 @@ class StagingPlace:
 
 @dataclass
 class _Announced:
-    """One bucket, or one reading from a disk, which has no group. Over NCCL it has a ``ticket``."""
+    """A bucket to receive, or tensors to read from a disk, without a group. Only NCCL needs a ``ticket``."""
 
     work: Callable[["_Announced"], None]
     group: WeightGroup | None
@@ -139,12 +139,12 @@ class _Announced:
 
     @property
     def source(self) -> str:
-        """Key of the thread: the name of the group, or nothing for the disk."""
+        """Key of the thread that does the work: the name of the group, or an empty string for the disk."""
         return self.group.name if self.group is not None else ""
 
 
 class _Thread:
-    """Does what is announced from one source, in order."""
+    """A thread that does the announced work of one source, in order."""
 
     def __init__(self, run: Callable[["_Thread"], None]) -> None:
         self.queue: queue.SimpleQueue[_Announced | None] = queue.SimpleQueue()
@@ -183,8 +183,8 @@ class Staging:
     def refuse(self, reason: str) -> None:
         """Makes the update fail because of a bucket; no further bucket is received.
 
-        The bytes of the refused bucket may have been sent already, and would be received as the next
-        bucket. (gloo ends a process that receives more bytes than it expects.)
+        The bytes of the refused bucket may have been sent already, and would be taken for those of the
+        next bucket. (gloo ends a process that receives more bytes than it expects.)
         """
         self._broken = True
         self._fail(reason)
@@ -196,7 +196,7 @@ class Staging:
     def announce(
         self, bucket: BucketSpec, group: WeightGroup, *, sequence: int | None
     ) -> "Future[None]":
-        """Queues a bucket to be received; the future ends when its tensors are whole and verified.
+        """Queues a bucket to be received; the future completes when its tensors are whole and verified.
 
         Names, dtypes and shapes must fit the model. ``sequence`` is the number of the bucket in the
         update and this group, from 0. Raises ValueError if it is ``None``, or if a tensor or a
@@ -318,7 +318,7 @@ class Staging:
             self._settle(item, error)
 
     def _put_early(self) -> None:
-        """Queues buckets that waited for an earlier bucket, since that one will not be received."""
+        """Queues the buckets that waited for an earlier bucket, which will not be received any more."""
         with self._lock:
             for early in self._early.values():
                 self._put(early)

@@ -69,8 +69,8 @@ _PREFIX = "torchtitan_grpo.adapters:"
 class AdapterNote:
     """What a server must know of a bucket of adapters; ``index`` counts buckets from 0.
 
-    SGLang's route has no fields for it. So it is sent in place of the load format, which SGLang hands
-    to its scheduler unchanged.
+    SGLang's route has no field for this note, which is therefore sent in place of the load format:
+    SGLang hands that string to its scheduler unchanged.
     """
 
     index: int

@@ -8,7 +8,7 @@
 
 A directory gets its final name only when it is complete and on the disk. Servers that this
 project controls compare the checksums in it. DISK_PATH belongs to one run at a time, because the
-versions of two would have the same names; the run holds a lock on it (`run_folder/folder.py`).
+versions of two runs would have the same names. The run locks the path (`run_folder/folder.py`).
 """
 
 import json
@@ -55,7 +55,7 @@ def write_part(
 class VersionDirectories:
     """Makes and removes the directories of versions below ``weight_sync.disk_path``, on rank 0.
 
-    The config and tokenizer files of ``source``, the trained model, are copied into each, because
+    The config and tokenizer files of ``source``, the trained model, are copied into each directory, because
     servers may need them.
     """
 
@@ -96,7 +96,7 @@ class VersionDirectories:
 
 
 def read_weights(folder: str) -> dict[str, torch.Tensor]:
-    """Reads all weights; ValueError if there are none, or they contradict ``checksums.json``."""
+    """Reads all weights. Raises ValueError if there are none, or they contradict ``checksums.json``."""
     stored, tensors = WeightFiles(Path(folder), "model_path").headers(), {}
     for file in dict.fromkeys(one.file for one in stored.values()):
         try:

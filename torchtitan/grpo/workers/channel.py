@@ -48,12 +48,12 @@ class Refused(msgspec.Struct, tag=True):
 
 
 def refused(kind: str, message: str, reply: type[Refused] = Refused) -> Refused:
-    """Makes a reply from texts of the user's code, escaping characters that cannot be sent."""
+    """Makes a :class:`Refused` from texts of user code, with characters escaped that cannot be sent."""
     return reply(*(text.encode(errors="backslashreplace").decode() for text in (kind, message)))
 
 
 def unsendable_column(columns: Mapping[str, Any]) -> str | None:
-    """Names the first column that cannot be sent, and why; None if all can.
+    """Names the first column that cannot be sent and says why; None if all columns can be sent.
 
     Example: ``column 'image': Encoding objects of type PngImageFile is unsupported``.
     """
@@ -73,7 +73,7 @@ def not_passed(prompt: "Prompt", columns: Mapping[str, Any], to: str, error: Not
 
 
 def pack_frame(call: int, message: Any) -> bytes:
-    """Raises :class:`NotPlainData` if msgpack cannot encode the message."""
+    """Makes a frame. Raises :class:`NotPlainData` if msgpack cannot encode the message."""
     try:
         body = _encoder.encode(message)
     except _UNENCODABLE as error:

@@ -1,9 +1,9 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""What a worker process runs: it loads the user's code, and answers calls of it side by side.
+"""The code of a worker process, which loads the user's code and answers calls of it concurrently.
 
-These are its threads. The owner may kill it at any time::
+The owner may kill the process at any time. Its threads are::
 
     requests      reads the pipe
     calls         the event loop that awaits async functions and sends the replies
@@ -51,8 +51,8 @@ class Loaded:
     """The user's code. ``what`` names it in messages, and ``reply`` tells the owner that it is loaded.
 
     ``answer`` is called with every further request, each with its own ``number``, and returns the
-    reply. It awaits blocking work by `Host.in_thread`, which has ``num_threads`` threads; if there is
-    one, it is the main thread. ``function`` is the one whose lines error messages quote.
+    reply. To run blocking work, it awaits `Host.in_thread`, which has ``num_threads`` threads; a single one
+    is the main thread. Error messages quote lines of ``function``.
     """
 
     what: str
@@ -65,7 +65,7 @@ class Loaded:
 def serve(decode_request: Callable[[bytes], Any], load: Callable[[Any], Loaded]) -> None:
     """Serves the owner until the owner closes the channel. ``load`` is called with the first request.
 
-    If it raises ValueError, the message must say what the user can do.
+    If ``load`` raises ValueError, the message must say what the user can do.
     """
     channel = WorkerChannel(decode_request)
     if (received := channel.read()) is None:
@@ -127,7 +127,7 @@ class Host:
             os._exit(1)
 
     def _watch(self, loop: threading.Thread) -> None:
-        """Prints where the event loop is blocked, once each time that it is."""
+        """Prints where the event loop is blocked, once each time that it blocks."""
         while True:
             answers = threading.Event()
             self._loop.call_soon_threadsafe(answers.set)
@@ -178,7 +178,7 @@ class Host:
             self._channel.reply(call, refused("bad reward", message))
 
     async def _cancel(self, call: int, number: int) -> None:
-        """Replies at once if the call is in a thread, else once its cancellation has taken effect."""
+        """Cancels a call. Replies at once if it runs in a thread, and otherwise when it has been cancelled."""
         task, hangs = self._calls.get(number), number in self._in_thread
         if task is not None:
             task.cancel()

@@ -21,7 +21,7 @@ OUTPUT_HINT = "Its output is in rollout_process.log."
 
 
 class CallFailed(Exception):
-    """One call of user code failed; failures with the same cause have one ``kind``."""
+    """One call of user code failed. Failures with the same cause have the same ``kind``."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -52,7 +52,7 @@ class FailureLimit:
     ) -> None:
         """Counts and reports a failed call; raises ``error`` after too many in a row.
 
-        A failure that is no news, because another call failed meanwhile, does not count as one in a row.
+        Unless it ``is_news``, the failure is not counted as one in a row: another call failed meanwhile.
         """
         self.failures[failure.kind] += 1
         self._on_failure(failure)

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Places calls on worker processes, each of which answers several of them side by side.
+"""Places calls on worker processes, each of which answers several calls concurrently.
 
 A cancelled call is cancelled in its process as well, which disturbs no other call. Three events do
 disturb other calls::
@@ -70,7 +70,7 @@ class WorkerPool(Generic[Reply]):
         await self.leave(await self.enter())
 
     async def enter(self) -> Worker[Reply]:
-        """Enters the worker with the fewest users, or a new one while there are too few.
+        """Becomes a user of the worker with the fewest users, or of a new one if all are busy.
 
         Raises the owner's error if a new process cannot load the user's code.
         """
@@ -90,7 +90,7 @@ class WorkerPool(Generic[Reply]):
             await worker.process.kill()
 
     async def call(self, worker: Worker[Reply], request: Any) -> Reply | Refused:
-        """Sends a request. Raises NotPlainData and WorkerLost. If cancelled, the worker's call is, too."""
+        """Sends a request; if cancelled, cancels it in the worker too. Raises NotPlainData and WorkerLost."""
         process = worker.process
         assert process is not None, "a worker is entered first"
         try:

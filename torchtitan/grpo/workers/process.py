@@ -116,7 +116,7 @@ class WorkerProcess(Generic[Reply]):
     async def call(self, request: Any) -> Reply:
         """Sends a request and returns its reply, which is dropped if the caller is cancelled.
 
-        Raises NotPlainData if the request cannot be encoded: the process has not seen it.
+        Raises NotPlainData if the request cannot be encoded. The process has then not seen it.
         """
         process = self._process
         if self._reason is not None or process is None or process.stdin is None:
@@ -136,7 +136,7 @@ class WorkerProcess(Generic[Reply]):
     async def call_or_kill(self, request: Any, timeout_seconds: float) -> Reply:
         """Like :meth:`call`, but kills the process at the time limit, with a TimeoutError.
 
-        The process is also killed if the caller is cancelled: it would stay busy for nobody.
+        The process is also killed if the caller is cancelled, because it would stay busy for nobody.
         """
         try:
             async with asyncio.timeout(timeout_seconds):

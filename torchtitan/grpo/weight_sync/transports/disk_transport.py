@@ -52,7 +52,7 @@ class DiskSender(Sender):
 
 
 class DiskTransport(Transport[DiskSender]):
-    """``make_directories`` opens ``weight_sync.disk_path`` on rank 0 and may block."""
+    """Sends versions as files. ``make_directories`` opens ``weight_sync.disk_path`` on rank 0; it may block."""
 
     sender_type = DiskSender
 
@@ -82,7 +82,7 @@ class DiskTransport(Transport[DiskSender]):
         return DiskConnection(client, self, self._timeout_seconds)
 
     async def written(self, version: int) -> tuple[Path, int]:
-        """Returns the directory of a version, and the number of bytes of its tensors.
+        """Returns the directory of a version, written if necessary, and its tensors' number of bytes.
 
         The first call writes the version for all servers. If that fails, for example because the
         disk is full, NotPrepared is raised, and the next call tries again.
@@ -156,7 +156,7 @@ class DiskConnection(Connection):
         return PushReport(version, num_bytes, seconds, seconds, stood_still)
 
     async def _load(self, path: Path, version: int) -> float:
-        """Makes the server load the files; returns for how many seconds it stood still."""
+        """Makes the server load the files; returns for how many seconds the server generated nothing."""
         try:
             async with asyncio.timeout(self._timeout_seconds):
                 return await self.client.update_from_disk(str(path), version)

@@ -49,8 +49,8 @@ PIECE_BYTES = 64 * 1024**2
 class GroupSettings:
     """Settings of all groups with servers.
 
-    ``timeout_seconds`` bounds the rendezvous, and each broadcast. ``largest_bucket`` is in bytes;
-    ``piece_bytes`` are broadcast at a time over NCCL, to servers that receive pieces.
+    ``timeout_seconds`` bounds the rendezvous, and each broadcast. ``largest_bucket`` is in bytes.
+    Over NCCL, servers that receive pieces are sent at most ``piece_bytes`` in one broadcast.
     """
 
     master_address: str
@@ -209,7 +209,7 @@ def _destroy(group: dist.ProcessGroup, gate: AbstractContextManager[None]) -> No
 
 
 def _run(call: Callable[[], T]) -> T:
-    """Runs ``call``. An error's frames are cleared: they could keep groups and payloads alive."""
+    """Runs ``call``. If it fails, clears the error's frames, which could keep groups and payloads alive."""
     try:
         return call()
     except BaseException as error:

@@ -93,7 +93,7 @@ class GroupSender(Sender):
     async def open(
         self, server_url: str, world_size: int, backend: str, in_pieces: bool
     ) -> WeightGroupInfo:
-        """Makes a group, which nobody has joined yet; an earlier one is taken down."""
+        """Takes down any earlier group with the server and makes a new one, which nobody has joined yet."""
         await self.leave(server_url)
         end = GroupEnd(server_url, world_size, backend, self._settings, in_pieces=in_pieces)
         self._ends[server_url] = end
@@ -101,7 +101,7 @@ class GroupSender(Sender):
 
     @operation
     async def join(self, server_url: str) -> None:
-        """Returns when the server has joined too."""
+        """Joins the group, and returns when the server has joined too."""
         await self._end(server_url).join()
 
     @operation
@@ -149,7 +149,7 @@ class Handshake:
         self._last: BackendChoice | None = None
 
     async def backend(self, senders: Sequence[GroupSender]) -> str:
-        """Returns ``nccl`` or ``gloo``; raises NcclImpossible."""
+        """Returns ``nccl`` or ``gloo``. Raises NcclImpossible if NCCL is required and cannot be used."""
         if self._transport == "host":
             return "gloo"
         ours = await asyncio.gather(*(sender.group_facts() for sender in senders))
@@ -224,7 +224,7 @@ class GroupTransport(Transport[GroupSender]):
 class GroupConnection(Connection):
     """The groups of all source ranks with one server.
 
-    ``num_buckets`` is by source rank. ``timeout_seconds`` bounds a join, and each bucket's transfer.
+    ``num_buckets`` is by source rank. ``timeout_seconds`` bounds each join and each bucket's transfer.
     """
 
     def __init__(
@@ -317,7 +317,7 @@ class GroupConnection(Connection):
     ) -> int:
         """Sends buckets one after another and returns their total number of bytes.
 
-        A bucket is announced while the one before it is sent, so that the server never waits between.
+        A bucket is announced while the one before it is sent, so the server never waits in between.
         """
         num_bytes = 0
         under_way: deque[asyncio.Task[None]] = deque()
@@ -370,8 +370,8 @@ class GroupConnection(Connection):
     async def _beside(self, ours, theirs) -> None:
         """Runs this side's part of a collective while the server is asked to run its part.
 
-        The first failure is raised: this side would otherwise wait for a server that has refused.
-        Each part ends by its own timeout.
+        The first failure is raised, because this side would otherwise wait for a server that has refused.
+        Each part has its own timeout.
         """
         own, other = asyncio.ensure_future(ours), asyncio.ensure_future(theirs)
         try:
@@ -394,7 +394,7 @@ class GroupConnection(Connection):
 
 
 async def _end_all(tasks: MutableSequence[asyncio.Task]) -> None:
-    """Cancels tasks, waits until they have ended, and removes them from their sequence."""
+    """Cancels tasks, waits until they have ended, and empties the sequence ``tasks``."""
     for task in tasks:
         task.cancel()
     try:

@@ -50,18 +50,18 @@ class NotPrepared(RuntimeError):
 
 
 class Connection(ABC):
-    """Carries versions to one server. After any failure: :meth:`recover`, then :meth:`join`."""
+    """Carries versions to one server. After a failure, :meth:`recover` and :meth:`join` must be called."""
 
     def __init__(self, client: InferenceClient) -> None:
         self.client = client
 
     @abstractmethod
     async def join(self) -> None:
-        """Raises ServerError if it fails."""
+        """Makes the server ready to receive versions. Raises ServerError if that fails."""
 
     @abstractmethod
     async def prepare(self, version: int) -> None:
-        """Prepares a version on the trainer's side only; NotPrepared if that failed."""
+        """Prepares a version on the trainer's side only. Raises NotPrepared if that fails."""
 
     @abstractmethod
     async def push(self, version: int, base: int | None) -> PushReport:
@@ -132,11 +132,11 @@ class Transport(ABC, Generic[S]):
 
     @abstractmethod
     async def lead(self, senders: Sequence[S]) -> None:
-        """Called once on rank 0, before the methods below, with senders that ascend by rank."""
+        """Called once on rank 0, before the methods below. ``senders`` ascend by rank."""
 
     @abstractmethod
     def connect(self, client: InferenceClient) -> Connection:
         pass
 
     async def forget(self, version: int) -> None:
-        """Discards what :meth:`Connection.prepare` made; no lane sends the version any more."""
+        """Discards what :meth:`Connection.prepare` made for a version that no lane sends any more."""
