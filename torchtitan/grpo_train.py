@@ -210,7 +210,7 @@ class GRPOTrainer(Trainer):
             )
 
     def _train_step(self, batch: TrainBatch) -> bool:
-        """Returns False if the run is to end before the step is complete."""
+        """Takes a step and starts its push; returns False if the run is to end before the step is complete."""
         if self.config.rollout.stream:
             learned = self.learner.learn_in_parts(batch, self.step + 1, self._next_batch)
         else:

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Types that several packages use. Not all processes import torch, so this module does not either.
+"""Types that several packages use. Some processes that need them do not import torch, nor does this module.
 
 Fields of :class:`Generation` and :class:`Rollout` that have a value for each token are annotated with
 a :class:`Column`, which determines how they are joined, sent, saved and packed into rows.

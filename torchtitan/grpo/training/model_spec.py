@@ -215,7 +215,7 @@ def parameter_shapes(config: JobConfig, model: HFModel) -> dict[str, tuple[int, 
 def build_without_memory(
     config: JobConfig, model: HFModel
 ) -> tuple[nn.Module, Callable[[str], StateDictAdapter]]:
-    """Builds ``model`` on the meta device, and a function that makes its state-dict adapter for a path.
+    """Returns ``model`` built on the meta device, and a function that makes its adapter for a path.
 
     Changes the arguments of ``model``.
     """

@@ -20,7 +20,7 @@ from torchtitan.grpo.training.runner import ForwardRunner, ModelRunner, WholeMod
 
 
 class BaseReference(ForwardRunner):
-    """Uses the policy without its LoRA adapters as the reference, which so needs no weights of its own."""
+    """Uses the policy without its LoRA adapters as the reference, which needs no weights of its own."""
 
     def __init__(self, runner: ForwardRunner, parts: Sequence[nn.Module]) -> None:
         self._runner, self._parts = runner, list(parts)

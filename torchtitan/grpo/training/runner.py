@@ -89,7 +89,7 @@ class ForwardJob:
             self.add(waiting.num_rows, [] if output is None else [output])
 
     def logprobs(self) -> torch.Tensor | None:
-        """Returns [rows, seq] float32 after :meth:`finish`; None on ranks without the output."""
+        """Calls :meth:`finish` and returns [rows, seq] float32, or None on ranks that do not see the output."""
         self.finish()
         return torch.cat(self._outputs)[..., 0] if self.runner.has_output else None
 

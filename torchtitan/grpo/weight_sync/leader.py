@@ -45,7 +45,7 @@ _PATIENCE_PUSHES = 4
 
 @dataclass(frozen=True)
 class LeaderParts:
-    """The ``agents`` of all ranks and ``senders`` of all sources; the leader closes rank 0's, ``own``."""
+    """The ``agents`` of all ranks and ``senders`` of all sources. The leader closes ``own``, rank 0's."""
 
     agents: Sequence[Agent]
     sources: Sequence[Agent]

@@ -48,7 +48,7 @@ class PublisherFailed(RunError):
 class Publisher:
     """A publisher that sends nothing, for runs without servers, such as a replay.
 
-    The training thread uses publishers. ``probes`` are the trainer's log-probabilities of the probe
+    The training thread calls its methods. ``probes`` are the trainer's log-probabilities of the probe
     tokens, by version; ``failure`` is the error that ended this rank's part of the push.
     """
 

@@ -73,8 +73,9 @@ def _row_weights(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _scattered(index: torch.Tensor) -> torch.Tensor:
-    """Maps int64 values one-to-one to values that look random, from which the weights are made.
+    """Maps indices to scattered int64 values, from which the weights are made.
 
-    The difference of two values keeps its number of factors of two, as the bounds in the module need.
+    The difference of two values has as many factors of two as the difference of their indices. The
+    guarantee for exchanged words (see the module) follows from this.
     """
     return index * (2 * index + 1) * _MIXER

@@ -128,7 +128,7 @@ class UpdateSession:
         return future
 
     def read(self, folder: str) -> None:
-        """Queues the reading of a directory; ValueError if a weight does not fit the model."""
+        """Queues the reading of a directory. Raises ValueError if a weight does not fit the model."""
         headers = WeightFiles(Path(folder), "model_path").headers()
         self._check_fit(headers, [stored.shape for stored in headers.values()])
         dtypes = {

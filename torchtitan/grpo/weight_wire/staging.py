@@ -130,7 +130,7 @@ class StagingPlace:
 
 @dataclass
 class _Announced:
-    """A bucket to receive, or tensors to read from a disk, without a group. Only NCCL needs a ``ticket``."""
+    """An announced bucket, or tensors to read from a disk, without a ``group``. Only NCCL has a ``ticket``."""
 
     work: Callable[["_Announced"], None]
     group: WeightGroup | None
@@ -241,7 +241,7 @@ class Staging:
         self._threads[item.source].queue.put(item)
 
     def collect(self, timeout_seconds: float) -> dict[str, torch.Tensor]:
-        """Returns the new tensors, by name; UpdateError if one failed or does not arrive in time."""
+        """Returns the new tensors, by name. Raises UpdateError if one failed or does not arrive in time."""
         with self._lock:
             if self._early:
                 self._fail(f"Buckets before {sorted(self._early)[0]} were not announced.")

@@ -52,7 +52,7 @@ class FailureLimit:
     ) -> None:
         """Counts and reports a failed call; raises ``error`` after too many in a row.
 
-        Unless it ``is_news``, the failure is not counted as one in a row: another call failed meanwhile.
+        A failure that is not ``is_news``, because another call failed meanwhile, is not counted as in a row.
         """
         self.failures[failure.kind] += 1
         self._on_failure(failure)
