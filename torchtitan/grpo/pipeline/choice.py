@@ -33,10 +33,10 @@ def assumed_costs(config: JobConfig, stages_per_rank: int) -> Costs:
 def assumed_part_costs(config: JobConfig, args: Any) -> Costs:
     """Returns typical costs of HelixPipe's parts, in proportion to their FLOPs.
 
-    ``args`` are the arguments of a model whose layers are of one kind. The unit of memory is the same
-    as for other schedules: the activations of a microbatch in a rank's layers. A recomputed layer
-    keeps one tensor of hidden states with other schedules. With HelixPipe, it keeps the residual
-    stream, queries, keys, values, and the output of attention, this one on two ranks.
+    ``args`` are the arguments of a model whose layers are all of one kind. The unit of memory is the
+    same as for other schedules: the activations of a microbatch in a rank's layers. With other
+    schedules, a recomputed layer keeps one tensor of hidden states. With HelixPipe, it keeps the
+    residual stream, queries, keys, values, and the output of attention. Two ranks keep that output.
     """
     (layer,) = args.layers.kinds
     row, products = layer.attention, layer.products
@@ -69,7 +69,7 @@ _NEAR = 1.2
 def predict(
     costs: Costs, num_ranks: int, num_microbatches: int, rows: Sequence[Schedule]
 ) -> dict[str, tuple[Table, Simulation]]:
-    """Simulates schedules; the costs of two stages are joined for one with half as many stages."""
+    """Simulates schedules. For a schedule with half as many stages, the costs of each two are added."""
     tried = {}
     for row in rows:
         row_costs = costs_for(row, costs, num_ranks)
@@ -79,7 +79,7 @@ def predict(
 
 
 def choose(tried: dict[str, tuple[Table, Simulation]], memory: float, num_ranks: int) -> str:
-    """Returns the fastest schedule within ``memory``, a share of 1F1B's, or else the leanest one."""
+    """Returns the fastest schedule within ``memory`` times 1F1B's memory, or the leanest if none fits."""
     fitting = _fitting(tried, memory, num_ranks)
     if fitting:
         return min(fitting, key=lambda name: tried[name][1].makespan)
@@ -92,8 +92,8 @@ def finalists(
 ) -> list[str]:
     """Returns the schedules to be measured, the fastest prediction first.
 
-    They are those that do not split backward passes, and for each placement of stages the fastest
-    zero-bubble schedule, unless 1F1B or Interleaved1F1B fit and are faster.
+    These are all that do not split backward passes and, for each placement of stages, the fastest
+    zero-bubble schedule, unless 1F1B or Interleaved1F1B fits and is faster.
     """
     makespans = {name: tried[name][1].makespan for name in _fitting(tried, memory, num_ranks)}
     if not makespans:
@@ -154,7 +154,7 @@ def describe(
 
 
 def costs_for(row: Schedule, costs: Costs, num_ranks: int) -> Costs:
-    """Returns the costs of a schedule's stages. Each may consist of two measured stages."""
+    """Returns the costs of a schedule's stages. A stage may consist of two measured stages."""
     if row.allows_stages(len(costs.stages), num_ranks):
         return costs
     pairs = zip(costs.stages[::2], costs.stages[1::2], strict=True)

@@ -3,8 +3,8 @@
 
 r"""Decides whether two final answers are the same.
 
-In order: equal text; kinds that are no formulas; units; plain decimal numbers, exactly; brackets
-and equations that math-verify would not tell apart; and math-verify for the rest.
+These comparisons are tried in order: equal text; answers that are not formulas; units; plain decimal
+numbers, exactly; brackets and equations that math-verify would not tell apart; and math-verify.
 """
 
 import functools
@@ -204,7 +204,7 @@ def _squeezed(text: str) -> str:
 
 @contextmanager
 def _processor_time(seconds: float) -> Iterator[None]:
-    """Raises :class:`OutOfTime` in a block that takes longer. Other threads than the main have no limit."""
+    """Context that raises :class:`OutOfTime` if it takes longer. Only the main thread has this limit."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -224,7 +224,7 @@ def _processor_time(seconds: float) -> Iterator[None]:
 
 @functools.cache
 def _math_verify() -> tuple[Callable[[str], Any], Callable[[Any, Any], bool]]:
-    """Imports math-verify, which takes seconds. These do not count towards an answer's time limit."""
+    """Imports math-verify. The seconds that this takes do not count towards an answer's time limit."""
     left = signal.setitimer(signal.ITIMER_PROF, 0.0)
     from latex2sympy2_extended import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse, verify
@@ -244,7 +244,7 @@ def _math_verify() -> tuple[Callable[[str], Any], Callable[[Any, Any], bool]]:
         return parsed
 
     def solutions(relations: Any, join: Any) -> Any:
-        """The set of numbers of ``x < 1 or x > 2``, which math-verify reads as a set of relations."""
+        """Returns the numbers that solve ``x < 1 or x > 2``, which math-verify reads as a set of relations."""
         if not isinstance(relations, FiniteSet) or len(relations.free_symbols) != 1:
             return relations
         try:
