@@ -57,10 +57,10 @@ _LOOK_SECONDS = 1.0
 
 
 class _Session:
-    """Owns servers, inputs and the workers that judge them.
+    """Owns the servers, the inputs with the workers that score completions, and the evaluator.
 
-    ``announce`` is called with sentences that the user should read now. ``say`` and ``warn`` are as
-    in `Inputs`. :meth:`close` may be called at any time.
+    ``announce`` is called with messages that the user should see at once. ``say`` and ``warn`` are
+    those of `Inputs`. :meth:`close` may be called at any time.
     """
 
     dispatcher: Dispatcher
@@ -80,7 +80,7 @@ class _Session:
         self.inputs = Inputs(config, self.drops, say, warn)
 
     async def _open(self, *parts: Coroutine[Any, Any, None]) -> None:
-        """Opens ``parts`` while servers start."""
+        """Starts the servers and awaits ``parts`` meanwhile, then makes the dispatcher and evaluator."""
         config = self._config
         async with asyncio.TaskGroup() as tasks:
             for part in (self.fleet.start(), *parts):
@@ -106,9 +106,9 @@ class _Session:
 
 
 class RolloutSession(_Session):
-    """Also owns the teachers and the producer of one run.
+    """The session of a run, which also owns its teachers and its producer.
 
-    If servers are lent, there is a ``lender``, which asks for the training ``devices``.
+    If servers run on lent training devices, a ``lender`` asks for these through ``devices``.
     """
 
     producer: Producer
@@ -219,7 +219,7 @@ def _read_saved(
 def make_writer(
     one: EnvironmentInputs, codec: TextCodec, places: Places, sampling: Sampling
 ) -> CompletionWriter:
-    """Makes the writer of completions, which also stop at the stop strings of an environment."""
+    """Makes the writer of completions, which also stops them at the stop strings of an environment."""
     config, players = one.config, one.players
     ends = [*config.eos_token_ids, *config.rollout.stop_token_ids]
     sampling = replace(sampling, unknown_ids=codec.unknown_ids(config.vocab_size, ends))
@@ -269,7 +269,7 @@ def make_teacher_pool(
     drops: DropLog,
     say: Callable[[str], object],
 ) -> TeacherPool:
-    """Makes the pool of the teachers of ``[teacher]``, without a request to them yet."""
+    """Makes the pool of the teachers of ``[teacher]``. Sends no request to them."""
     settings = config.teacher
     if settings.top_k > config.vocab_size:
         raise ValueError(
@@ -302,7 +302,7 @@ def make_teacher_pool(
 
 
 class EvaluationSession(_Session):
-    """One evaluation without a run. A run would report the same figures for the same weights."""
+    """The session of one evaluation without a run. A run would report the same results for these weights."""
 
     def __init__(self, config: RolloutProcessConfig, announce: Callable[[str], None]) -> None:
         super().__init__(config, announce, announce, announce)
@@ -339,9 +339,9 @@ class EvaluationSession(_Session):
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _keep_versions(self, dispatcher: Dispatcher) -> None:
-        """Tells the dispatcher, in place of a trainer, what each server serves.
+        """Keeps telling the dispatcher, in place of a trainer, which version each server serves.
 
-        The servers may belong to a run, which pushes weights to them, or may be started again.
+        The version may change: servers may belong to a run that pushes weights, or may be restarted.
         """
         while True:
             for server in list(dispatcher.servers.values()):
@@ -358,4 +358,4 @@ class EvaluationSession(_Session):
 
 
 async def _ignore(servers: list[ServerInfo]) -> None:
-    """Ignores that the servers have changed: only the trainer of a run acts on it."""
+    """Ignores a change of the list of servers, on which only the trainer of a run acts."""

@@ -3,8 +3,8 @@
 
 """The process that renders chat templates for its owner, `chat_template.py`.
 
-It receives requests as pickled dicts, and answers in JSON. It imports transformers without torch, which
-saves seconds.
+This process receives requests as pickled dicts, and answers in JSON. It imports transformers without
+torch, which saves seconds.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ _tokenizers: dict[int, Any] = {}
 
 @contextlib.contextmanager
 def _limited(cpu_seconds: float, memory_bytes: int) -> Iterator[None]:
-    """Ends this process after ``cpu_seconds`` of processor time; beyond the memory, MemoryError is raised."""
+    """Limits a block: ends the process after ``cpu_seconds``, raises MemoryError above ``memory_bytes``."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     size = Path("/proc/self/statm")
     if size.exists():
@@ -67,9 +67,9 @@ def _render(tokenizer: Any, request: dict[str, Any]) -> str:
 
 
 def answer(request: dict[str, Any]) -> dict[str, str | None]:
-    """Returns a dict with ``text``, ``error``, or the ``limit`` that was reached.
+    """Returns a dict with the rendered ``text``, an ``error``, or the ``limit`` that was exceeded.
 
-    Without messages, the text is the template itself, or ``None`` if there is none.
+    If the request has no messages, ``text`` is the template itself, or None if the model has none.
     """
     try:
         tokenizer = _tokenizer(request["number"], request["path"])
@@ -87,7 +87,7 @@ def answer(request: dict[str, Any]) -> dict[str, str | None]:
 
 
 def main() -> None:
-    """Answers until the owner closes the pipe."""
+    """Answers requests until the owner closes the pipe."""
     sys.modules["torch"] = None  # pyright: ignore[reportArgumentType]
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     channel = WorkerChannel(lambda body: pickle.loads(msgspec.msgpack.decode(body)))

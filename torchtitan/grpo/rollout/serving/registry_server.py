@@ -3,8 +3,8 @@
 
 """Receives, over HTTP, the registrations of servers that share no disk with the trainer.
 
-``PUT /servers`` and ``DELETE /servers``, with a registration as JSON and the admin key, write or
-remove a registration file; see `inference/registry.py`.
+``PUT /servers`` writes a registration file and ``DELETE /servers`` removes it. Both take the
+registration as JSON, and need the admin key; see `inference/registry.py`.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ _MAX_CONNECTIONS = 512
 
 
 class RegistryServer:
-    """Listens at ``inference.registry_address``. Requests must carry the key."""
+    """Listens at ``inference.registry_address``. Requests must carry the admin key."""
 
     def __init__(self, address: str, key: str, folder: RegistryFolder) -> None:
         self._host, self._port = split_address(address)

@@ -17,7 +17,7 @@ from torchtitan.grpo.types import GenerateRequest, Generation, Prompt
 
 @dataclass(frozen=True)
 class Sampling:
-    """Lengths are in tokens. With a seed, sampled tokens do not depend on other requests."""
+    """Settings of requests, lengths in tokens. With a seed, sampled tokens do not depend on other requests."""
 
     max_new_tokens: int
     max_total_tokens: int
@@ -92,7 +92,7 @@ def unknown_ids_in(generation: Generation, request: GenerateRequest) -> np.ndarr
 
 
 def as_segment(generation: Generation, request: GenerateRequest) -> Generation:
-    """Returns an aborted answer as a finished segment, after which the completion can go on.
+    """Returns an aborted answer as a finished segment, so that another request can continue the completion.
 
     The answer may end with a stop token: SGLang computes one more token for a request that is aborted.
     """

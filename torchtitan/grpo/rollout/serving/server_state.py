@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The dispatcher's view of one server, the choice among servers, and a time limit on waiting for one."""
+"""The dispatcher's record of a server, the choice among servers, and a time limit on waiting for one."""
 
 import asyncio
 import logging
@@ -34,9 +34,9 @@ COMPLETIONS_METRIC = "completions_total"
 
 @dataclass(eq=False)
 class Job:
-    """One completion that a server is generating, with its number in the server's window.
+    """One completion that a server is generating. ``number`` identifies it in the server's window.
 
-    ``is_cut`` says that its request is ended on purpose, and that the tokens so far are kept.
+    ``is_cut`` says that the request is ended on purpose, and that the tokens generated so far are kept.
     """
 
     expected_tokens: float
@@ -59,14 +59,14 @@ class Server:
     Attributes:
         version: Attested policy version. ``None`` while the server is not READY.
         is_down: Whether the server's process is known to have ended.
-        is_lost: Whether the server has left READY and was not attested since.
-        is_asleep: Whether it sleeps, or has woken up and was not attested since.
-        is_cut: Whether it gets no requests, whatever is attested, because its devices are needed.
-        attested: The last version that was attested; it stays when the server leaves READY.
-        num_tokens: Tokens that it has generated, without those of evaluations.
-        tokens_per_second: Average speed of one completion among others. 0 before the first.
-        speed: Fitted seconds of a completion: per request, per token, per token times running completions.
-        requests: Requests without an answer, also cancelled ones until the server was notified.
+        is_lost: Whether the server has left READY and has not been attested since.
+        is_asleep: Whether the server sleeps, or has woken up but has not been attested since.
+        is_cut: Whether the server gets no requests, even if attested, because its devices are needed.
+        attested: The last version that was attested. Kept when the server leaves READY.
+        num_tokens: Tokens that the server has generated, without those of evaluations.
+        tokens_per_second: Mean speed of a single completion beside others. 0 before the first one ends.
+        speed: Fit of a completion's seconds: per request, per token, per token times running completions.
+        requests: Unanswered requests, including cancelled ones of which the server was not yet notified.
         retry_at: End of the pause after a failure.
     """
 
@@ -110,12 +110,12 @@ class Server:
 
     @property
     def waits_for_devices(self) -> bool:
-        """Whether it sleeps, or has ended, until the training devices are lent again."""
+        """Whether the server sleeps, or was ended, until the training devices are lent again."""
         return self.is_asleep or self.is_cut
 
     @property
     def has_failed(self) -> bool:
-        """Whether it was lost since it was last told to serve."""
+        """Whether the server is lost for another reason than that its devices are needed."""
         return self.is_lost and not self.waits_for_devices
 
     @property
@@ -155,7 +155,7 @@ class Server:
         *,
         is_evaluation: bool = False,
     ) -> Job:
-        """Notes the start of a completion. The window counts only those of rollouts."""
+        """Notes the start of a completion. The window does not count completions of evaluations."""
         number = None if self.window is None or is_evaluation else self.window.begin()
         now = time.monotonic()
         before = self._count_job_seconds(now)
@@ -164,7 +164,7 @@ class Server:
         return job
 
     def end_job(self, job: Job, num_tokens: int | None = None) -> None:
-        """``num_tokens`` is the length of the completion if it succeeded."""
+        """Notes the end of a completion. ``num_tokens`` is its length, or None if it failed."""
         if num_tokens is not None:
             if self.window is not None and job.number is not None:
                 self.window.succeed(job.number, self.load)
@@ -223,7 +223,7 @@ class Server:
     def leave(self) -> None:
         """Leaves READY, cancels the requests, and completes :meth:`left` at once.
 
-        A cancelled request itself ends only when the server has answered its cancellation.
+        A cancelled request ends only once the server has answered the cancellation.
         """
         self.version = None
         self.is_lost = True
@@ -234,7 +234,7 @@ class Server:
             request.cancel()
 
     async def ask_load(self) -> None:
-        """Asks the server for its load, which is unknown if no answer comes in time."""
+        """Asks the server for its load. Without an answer in time, the load counts as unknown."""
         try:
             async with asyncio.timeout(_LOAD_TIMEOUT_SECONDS):
                 load = await self.client.load()
@@ -254,7 +254,7 @@ class Server:
             self.window.report(load, self.load)
 
     def fail(self, job: Job, *, is_news: bool) -> None:
-        """Pauses the server, longer after each failure in a row; ``is_news`` for the first of a burst."""
+        """Notes a failure. If it ``is_news``, pauses the server, longer after each failure in a row."""
         if self.window is not None and job.number is not None:
             self.window.fail(job.number)
         if not is_news:
@@ -267,16 +267,16 @@ class Server:
 
 
 class Patience:
-    """A time limit on waiting for a server. It stands still while every one that can come is asleep.
+    """A time limit on waiting for a server. Its clock stops while all servers that could become ready sleep.
 
-    Servers sleep while the trainer trains, for as long as that takes.
+    Servers that use the training devices sleep during training, however long that takes.
     """
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._left, self._clock, self._looked_at = seconds, clock, clock()
 
     def has_ended(self, servers: Iterable[Server]) -> bool:
-        """Call it often: the servers are assumed to have been in their present state since the last call."""
+        """Whether the time is over. Call this often: ``servers`` count as unchanged since the last call."""
         now = self._clock()
         awaited = [s for s in servers if s.waits_for_devices or not s.is_down]
         if not awaited or any(not server.waits_for_devices for server in awaited):
@@ -308,14 +308,14 @@ def best_server(
 ) -> _Server | None:
     """Returns the server that gets the completions, or ``None`` if no server may take them.
 
-    Of the servers with room in their window, the one with the least expected remaining work in
-    tokens is chosen, not that with the fewest completions, because some are long; see StreamRL
-    (2025, https://arxiv.org/abs/2504.15930). Prompt tokens are computed once per group and left out.
+    Of the servers with room in their window, this chooses the one with the fewest expected remaining
+    tokens. The number of completions would be a worse measure, because some are long; see StreamRL
+    (2025, https://arxiv.org/abs/2504.15930). Prompt tokens, computed once per group, do not count.
 
-    ``num_completions`` are placed together: if no server has room for all, the one with the most
-    room is chosen. ``prefer`` has computed the prefix, and is chosen if it has room. ``has_begun``
-    says that the completions, or others of their group, were begun. They do not wait for room: if
-    there is none, the least busy server gets them.
+    All ``num_completions`` go to one server: if none has room for all of them, the one with the most
+    room is chosen. ``prefer`` is a server that has the prefix in its cache. It is chosen if it has
+    room. With ``has_begun``, these completions or others of their group were begun before. They do
+    not wait for room: if no server has any, the least busy one gets them.
     """
     candidates = list(servers)
     with_room = [server for server in candidates if server.free_places() > 0]

@@ -3,10 +3,10 @@
 
 """Gives evaluations the places on servers that rollouts leave free.
 
-Completions of an evaluation take no place in a server's window, so that no rollout waits for one.
-They start on a server whose window has room beside the rollouts and evaluations on it, and which
-reports neither a queue nor full memory. A few may always be in flight: rollouts that fill all
-servers would otherwise keep an evaluation from ever ending.
+Completions of an evaluation take no place in a server's window, so that no rollout waits for them.
+They start on a server whose window has room beside the rollouts and evaluations that it runs, and
+which reports neither a queue nor full memory. A few of them may always be in flight, because
+rollouts that fill all servers would otherwise keep an evaluation from ever ending.
 """
 
 import asyncio
@@ -26,10 +26,10 @@ _LOOK_SECONDS = 0.5
 
 
 class SpareSlots:
-    """Starts completions where they delay no rollout, as a `Dispatcher` starts rollouts.
+    """Starts an evaluation's completions where they delay no rollout, with a `Dispatcher`'s interface.
 
-    ``max_rollouts`` limits rollouts and completions of evaluations together, but for the few
-    that may always be in flight. It also replaces a ``max_concurrent`` of 0.
+    ``max_rollouts`` limits rollouts and completions of evaluations together, except for the few
+    completions that may always be in flight. If ``max_concurrent`` is 0, it is ``max_rollouts``.
     """
 
     def __init__(self, dispatcher: Dispatcher, max_concurrent: int, max_rollouts: int) -> None:
@@ -43,7 +43,7 @@ class SpareSlots:
         return self._dispatcher.servers
 
     def pin(self, urls: Collection[str]) -> None:
-        """Restricts evaluations to these servers while any of them is ready; without URLs, lifts this."""
+        """Restricts evaluations to these servers while any of them is ready. No URLs lift the restriction."""
         self._pinned = frozenset(urls)
 
     def choose(
@@ -53,7 +53,7 @@ class SpareSlots:
         prefer: str | None = None,
         has_begun: bool = False,
     ) -> Server | None:
-        """Returns the server with the least work, or ``prefer``, if it may take a completion."""
+        """Returns ``prefer`` if it may take a completion, or else the least busy server that may, if any."""
         candidates = [s for s in self._dispatcher.ready(usable) if self._is_allowed(s)]
         if not has_begun:
             in_flight = self._dispatcher.in_flight_evaluation
@@ -103,7 +103,7 @@ Places = Dispatcher | SpareSlots
 
 
 async def next_server(places: Places, floor: int, former_url: str, wait_seconds: float) -> Server:
-    """Waits for a server of version ``floor`` or newer; prefers the former one, which has the prefix."""
+    """Waits for a server of version ``floor`` or newer; prefers the former one, which caches the prefix."""
     patience = Patience(wait_seconds)
     while True:
         server = places.choose(lambda version: version >= floor, prefer=former_url, has_begun=True)

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""A fit of measured durations as sums of costs."""
+"""Fits measured durations as sums of costs, such as seconds per request and per token."""
 
 from collections.abc import Sequence
 
@@ -13,8 +13,8 @@ _FEWEST = 16
 class SpeedFit:
     """Fits ``seconds = sum(cost * amount)`` by least squares, with costs of at least 0.
 
-    ``doubts`` are ridge penalties, one for each cost, for amounts that vary too little to tell their
-    costs apart. With 1e-3, a cost counts once its amount varies by several percent; with 0, always.
+    ``doubts`` holds a ridge penalty for each cost: amounts that vary too little cannot tell costs
+    apart. With 1e-3, a cost counts once its amount varies by several percent. With 0, it always counts.
     """
 
     def __init__(self, doubts: Sequence[float]) -> None:

@@ -11,10 +11,10 @@
                    | +-- no restart is left --> GONE
 
 The restarted server keeps its port and loads the weights of its model directory. It gets
-requests again once newer weights were pushed and attested. Once it has been up for ten minutes,
-its restarts count from 0 again. The run ends if a server ends before any server received weights.
+requests again once newer weights were pushed and attested. If it has been up for ten minutes before
+it ends again, restarts count from 0. The run ends if a server ends before any server received weights.
 
-A server whose engine has died may hang forever while it shuts down; vLLM does so. Such a server
+A server whose engine has died may hang forever while it shuts down, as vLLM does. Such a server
 has already closed its socket, and the supervisor ends it. A frozen or busy server is left alone.
 
 A lent server is only started while its devices are lent. If the devices are needed before the server
@@ -43,7 +43,7 @@ _PROVEN_SECONDS = 600.0  # a server that was up for so long has started well
 
 
 class Supervisor:
-    """Supervises one launched server, which has been up; ``server`` is its current process."""
+    """Supervises one launched server that has started well. ``server`` is its current process, if any."""
 
     def __init__(
         self, server: LaunchedServer, client: InferenceClient, inference: Inference
@@ -59,7 +59,7 @@ class Supervisor:
     async def run(self, dispatcher: Dispatcher) -> str:
         """Keeps the server running. Returns a description of its end once it is GONE.
 
-        Raises ``RuntimeError`` if it ends before any server of the run has taken weights.
+        Raises ``RuntimeError`` if the server ends before any server of the run has taken weights.
         """
         max_restarts = self._inference.max_restarts
         backoff = Backoff(self._inference.restart_seconds, self._inference.max_restart_seconds)
@@ -108,7 +108,7 @@ class Supervisor:
         (self._is_wanted.set if is_wanted else self._is_wanted.clear)()
 
     async def end(self) -> bool:
-        """Ends the server's process, which is started again when it is wanted.
+        """Ends the server's process, which :meth:`run` starts again once the server is wanted.
 
         Returns whether the server was up.
         """
@@ -160,7 +160,7 @@ class Supervisor:
 
 
 async def _until_deaf(server: LaunchedServer) -> None:
-    """Returns once every connection to the server was refused over ``_DEAF_SECONDS``."""
+    """Returns once the server has refused all connections for ``_DEAF_SECONDS``."""
     # It is counted from the first refusal: time in which this process itself stood still says nothing.
     refused_at: float | None = None
     while True:

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Tables of Arrow data: a parquet file, decoded one row group at a time, and a Hugging Face data set."""
+"""Tables of Arrow data: parquet files, decoded one row group at a time, and Hugging Face data sets."""
 
 import logging
 from abc import abstractmethod
@@ -24,7 +24,7 @@ CACHE_BYTES = 256 * 1024 * 1024
 
 
 class _ArrowTable(Table):
-    """A table whose rows are decoded in slices, much faster than single rows."""
+    """A table whose rows are decoded in slices, which is much faster than row by row."""
 
     def __init__(
         self, path: str, names: list[str], rename: Mapping[str, str], column: str | None
@@ -34,7 +34,7 @@ class _ArrowTable(Table):
 
     @abstractmethod
     def _slice(self, first: int, end: int) -> list[dict[str, Any]]:
-        """Returns at least one of the rows ``first`` to ``end - 1``, from ``first`` on."""
+        """Returns rows from ``first`` on: at least one, and none after ``end - 1``."""
 
     def row(self, i: int) -> dict[str, Any]:
         (row,) = self._slice(i, i + 1)
@@ -62,8 +62,8 @@ class _ArrowTable(Table):
 class ParquetTable(_ArrowTable):
     """A parquet file, which must not change while it is open.
 
-    Whole row groups are decoded, and ``cache_bytes`` of recent ones are kept, at least the one in
-    use. A shuffled stream over a larger file decodes about one row group per prompt.
+    Whole row groups are decoded. Those used last are cached, up to ``cache_bytes``, but at least one.
+    A shuffled stream over a file larger than the cache decodes about one row group per prompt.
     """
 
     def __init__(

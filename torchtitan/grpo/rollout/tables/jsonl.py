@@ -24,7 +24,7 @@ _IS_BLANK[list(b" \t\n\r\x0b\x0c")] = True
 
 
 class JsonlTable(Table):
-    """Its file must not change while it is open. Blank lines and byte-order marks are skipped."""
+    """A JSONL file, which must not change while it is open. Skips blank lines and byte-order marks."""
 
     def __init__(self, path: str, rename: Mapping[str, str], column: str | None, key: str) -> None:
         self.path = path
@@ -91,11 +91,11 @@ class JsonlTable(Table):
 
 
 def index_lines(file: io.FileIO, block_bytes: int = _BLOCK_BYTES) -> tuple[np.ndarray, np.ndarray]:
-    """Finds the rows, which are the lines that are not blank, without parsing their content.
+    """Finds the rows of a JSONL file, which are its nonblank lines, without parsing them.
 
-    The first result, [num_rows + 1] int64, has the byte offset of each row and of the end of the
-    file; blank lines belong to the row before them. The second, [num_blank] int64, has the number of
-    rows before each blank line.
+    The first result, [num_rows + 1] int64, holds the byte offset of each row and of the end of the
+    file. Blank lines belong to the row before them. The second result, [num_blank] int64, holds the
+    number of rows before each blank line.
     """
     starts, suspects = [np.empty(0, np.int64)], [np.empty(0, bool)]
     last, num_bytes = b"\n", 0

@@ -3,8 +3,8 @@
 
 """Decides whether a server can be the teacher of a run.
 
-A teacher rates token ids, so each id must mean the same to both models. It must also remain the
-same model: its ratings of fixed tokens at the start are compared with new ones whenever it was lost.
+A teacher rates token ids, so each id must mean the same token to teacher and student. A teacher must
+also remain the same model: whenever it was lost, it rates fixed tokens again, as at the start.
 """
 
 import asyncio
@@ -28,9 +28,9 @@ _SAME_MODEL_NATS = 0.1
 
 @dataclass(frozen=True)
 class TeacherNeeds:
-    """``vocabulary`` and ``vocab_size`` are those of the trained model, ``num_tokens`` its longest text.
+    """What a teacher must fit: the trained model's vocabulary, and the length of its longest text.
 
-    If ``model_path`` is None, the directory that the server names is used.
+    ``model_path`` has the teacher's tokenizer. If it is None, the directory that the server names is used.
     """
 
     vocabulary: Mapping[str, int]
@@ -47,9 +47,10 @@ class TeacherNeeds:
 
 @dataclass(frozen=True)
 class TeacherProbe:
-    """A teacher's rating of the probe tokens. ``num_top`` is how many top tokens to ask it for.
+    """A teacher's rating of the probe tokens.
 
-    That is enough for at least ``teacher.top_k`` of them to be tokens of the student.
+    ``num_top`` is how many of its most likely tokens the teacher must return for each position, so
+    that at least ``teacher.top_k`` of them are in the student's vocabulary.
     """
 
     logprobs: list[float]
@@ -57,7 +58,10 @@ class TeacherProbe:
 
 
 async def check_teacher(client: InferenceClient, needs: TeacherNeeds) -> TeacherProbe:
-    """Raises WrongServer if a server that is up cannot be a teacher, and RouteError if it fails."""
+    """Checks a running server and returns its rating of the probe tokens.
+
+    Raises WrongServer if it cannot be a teacher, and RouteError if it fails or does not answer.
+    """
     try:
         facts = await client.describe(1.0)
         # In a thread: a large vocabulary takes about a second, in which no rollout would go on.

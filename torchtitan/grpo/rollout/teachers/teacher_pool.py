@@ -12,12 +12,12 @@ The state of a teacher::
       +-------------------------lost
         it rates the probe tokens as at the start
 
-A teacher that was idle for a while must also rate the probe tokens before its next request: it may
-have been restarted with other weights, without a failed request that would have shown it.
+A teacher that was idle for a while must also rate the probe tokens before its next request. It may
+have been restarted with other weights meanwhile, when there was no request to fail and show that.
 
-A pause grows with each failure in a row. A failed rating is requested again, from any teacher that
-is ready. The group is closed as unrated once no teacher has answered anything for
-``teacher.wait_seconds``, or if this one rating fails again and again while others succeed.
+Pauses grow with each failure in a row. A failed rating is requested again, from any teacher that
+is ready. A group is closed as unrated once no teacher has answered anything for
+``teacher.wait_seconds``, or if one of its ratings fails again and again while others succeed.
 """
 
 import asyncio
@@ -81,10 +81,10 @@ class TeachersFailing(RuntimeError):
 
 
 def student_tokens(top: TopTokens, top_k: int, vocab_size: int, url: str) -> TopTokens:
-    """Returns the ``top_k`` most likely tokens that the student has, the most likely one first.
+    """Returns the ``top_k`` most likely tokens of the student's vocabulary, the most likely one first.
 
-    Further tokens of a teacher, often unused rows of its model, cannot be written by the student and
-    count as "any other token". Raises :class:`ServerError` if a position has too few of the student's.
+    A teacher's further tokens, often unused rows of its embeddings, are dropped: the student cannot
+    write them. Raises :class:`ServerError` if too few tokens are left at a position.
     """
     logprobs = np.where(top.ids < vocab_size, top.logprobs, -np.inf)
     order = np.argsort(-logprobs, axis=1, kind="stable")[:, :top_k]
@@ -99,7 +99,7 @@ def student_tokens(top: TopTokens, top_k: int, vocab_size: int, url: str) -> Top
 
 @dataclass
 class _Patience:
-    """Counts failures of one rating while others succeed. A refusal always counts, and counts more."""
+    """Counts the failures of one rating during which others succeed. Refusals always count, and count more."""
 
     num_answered: int
     own_failures: int = 0
@@ -116,7 +116,7 @@ class _Patience:
 
 
 class TeacherPool:
-    """Rates groups. ``num_waiting`` rollouts of ``num_waiting_groups`` groups wait for a rating now."""
+    """Has teachers rate groups. ``num_waiting`` rollouts in ``num_waiting_groups`` groups wait for ratings."""
 
     def __init__(
         self,
@@ -145,7 +145,10 @@ class TeacherPool:
         self.num_waiting = self.num_waiting_groups = 0
 
     async def start(self, timeout_seconds: float) -> None:
-        """Waits for all teachers. Raises WrongServer for an unsuitable one, TimeoutError for a late one."""
+        """Waits until all teachers are up and checked.
+
+        Raises WrongServer for an unsuitable teacher, and TimeoutError if one is not up in time.
+        """
         await wait_until_up(
             [teacher.client for teacher in self._teachers],
             [],
@@ -203,7 +206,7 @@ class TeacherPool:
         return TeachersFailing(f"{self._unrated_in_a_row} groups in a row got no rating. {failed}")
 
     async def rate(self, pairs: Sequence[Pair]) -> list[Rating]:
-        """Rates rollouts by one request, or raises :class:`NotRated`."""
+        """Has a teacher rate several rollouts in one request, or raises :class:`NotRated`."""
         sequences = [[*prompt.tolist(), *completion.tolist()] for prompt, completion in pairs]
         self.num_waiting += len(pairs)
         begin = time.monotonic()
@@ -262,7 +265,7 @@ class TeacherPool:
         ]
 
     async def _ready_teacher(self, asked_at: float) -> Server:
-        """Returns the teacher with the most room, once there is one.
+        """Waits for a teacher with room for a request, and returns the one with the most.
 
         Raises NotRated if no teacher has answered for ``teacher.wait_seconds`` since ``asked_at``.
         """
@@ -285,13 +288,13 @@ class TeacherPool:
             await asyncio.sleep(min(max(pause, _SHORTEST_POLL_SECONDS), _LONGEST_POLL_SECONDS))
 
     def _is_idle(self, teacher: Server) -> bool:
-        """Whether a restart of a teacher could have gone unnoticed."""
+        """Whether a teacher has been idle for so long that it may have been restarted unnoticed."""
         silent = time.monotonic() - self._confirmed_at[teacher.url]
         is_asked = bool(teacher.jobs) and teacher is not self._in_question
         return silent > _IDLE_SECONDS and not is_asked
 
     async def _is_recognized(self, teacher: Server) -> bool:
-        """Whether a teacher that was lost or idle answers and is still the same."""
+        """Checks a teacher that was lost or idle. Returns whether it answers and is still the same model."""
         async with self._checking:
             job, self._in_question = teacher.begin_job(0), teacher
             try:
@@ -332,9 +335,9 @@ class TeacherPool:
 
 
 def request_parts(lengths: Sequence[int], most_tokens: int) -> list[slice]:
-    """Splits rollouts of these lengths, in order, into those that share a request.
+    """Splits rollouts of these lengths, in order, into requests of at most ``most_tokens`` each.
 
-    ``request_parts([3, 4, 5, 2], 8)`` is ``[0:2, 2:4]``. A longer rollout is a request by itself.
+    ``request_parts([3, 4, 5, 2], 8)`` is ``[0:2, 2:4]``. A rollout that is longer gets its own request.
     """
     begins: list[int] = []
     total = 0
