@@ -47,8 +47,8 @@ class TextCodec:
 
     ``eos_token_ids`` are removed from the end of a completion before decoding. ``prompt_end`` is
     the last token of chat prompts if it is one of ``eos_token_ids``, and empty if it is not.
-    ``special_tokens`` is ``prompts.special_tokens``. ``unread`` collects pieces of text for which
-    the tokenizer has only its unknown token.
+    ``special_tokens`` is ``prompts.special_tokens``. ``unread`` collects pieces of text that the
+    tokenizer could encode only as its unknown token.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class TextCodec:
         self._tokenizer.no_padding()
 
     def bounded(self, most_tokens: int) -> "TextCodec":
-        """Returns a codec that raises TextTooLong for texts that certainly have more tokens."""
+        """Returns a codec that raises TextTooLong for texts that surely have over ``most_tokens``."""
         codec = copy.copy(self)
         codec._most_tokens = most_tokens
         return codec
@@ -93,17 +93,17 @@ class TextCodec:
         return max(map(len, self.vocabulary()), default=1)
 
     def encode(self, text: str) -> list[int]:
-        """Returns the token IDs of a plain prompt, including the beginning of sequence if any.
+        """Returns the token IDs of a plain prompt, including a beginning-of-sequence token if any.
 
         Special tokens that the tokenizer puts before a text are kept, unless the text already begins
-        with them. Those that it puts after a text are left out: nothing follows an end of sequence.
+        with them. Those that it puts after a text are left out, so that a completion can follow.
         """
         (before, _), own = self._around, self.encode_continuation(text)
         return own if own[: len(before)] == before else before + own
 
     @functools.cached_property
     def _around(self) -> tuple[list[int], list[int]]:
-        """Special tokens that the tokenizer puts before and after each text."""
+        """The special tokens that the tokenizer puts before each text, and those that it puts after."""
         # A spelling of the vocabulary, because any other text may have no token.
         encoding = self._tokenizer.encode(max(self.vocabulary(), key=len, default=""))
         ids, is_added = encoding.ids, encoding.special_tokens_mask
@@ -125,12 +125,12 @@ class TextCodec:
         return json.loads(file.read_bytes()) if file.is_file() else {}
 
     def special_text(self, name: str) -> str | None:
-        """The spelling of a token that the settings name, such as ``eos_token``."""
+        """The spelling of the special token that has this name in the settings, such as ``eos_token``."""
         token = self.settings.get(name)
         return token.get("content") if isinstance(token, dict) else token
 
     def left_out(self) -> list[str]:
-        """The special tokens that the tokenizer puts after a text and :meth:`encode` leaves out."""
+        """The special tokens that the tokenizer would put after a text, but :meth:`encode` leaves out."""
         return [self.token_text(token) or str(token) for token in self._around[1]]
 
     def encode_continuation(self, text: str) -> list[int]:
@@ -141,7 +141,7 @@ class TextCodec:
         return self.encode_to(text, ())[0]
 
     def encode_to(self, text: str, places: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Like :meth:`encode_continuation`; also counts the tokens that end at or before each place."""
+        """Encodes as :meth:`encode_continuation`. Also counts the tokens that end at or before each place."""
         tokenizer, known, read = self._tokenizer, {}, lambda part: part
         if PLAIN in text:
             (tokenizer, known), read = self._apart, self._written
@@ -168,7 +168,7 @@ class TextCodec:
 
     @functools.cached_property
     def special(self) -> re.Pattern[str]:
-        """Matches special tokens in text, the longest first."""
+        """A pattern that matches special tokens in text, trying the longest first."""
         added = self._tokenizer.get_added_tokens_decoder().values()
         names = [t.content for t in added if t.special or _MARK.fullmatch(t.content)]
         names = sorted(filter(None, names), key=len, reverse=True)
@@ -180,7 +180,7 @@ class TextCodec:
 
     @functools.cached_property
     def _apart(self) -> tuple[Tokenizer, dict[int | None, int]]:
-        """A copy of the tokenizer that reads special tokens only after a mark, and maps its ids to ours."""
+        """A tokenizer that reads special tokens only after a mark, and a map of its ids to the model's."""
         apart = Tokenizer.from_str(self._tokenizer.to_str())
         apart.encode_special_tokens = True
         found, marked = {}, []
@@ -198,9 +198,9 @@ class TextCodec:
     def _check_length(self, text: str) -> None:
         """Raises TextTooLong once the pieces of a text have too many tokens.
 
-        A tokenizer takes hundreds of bytes for each character, so the whole text is not tokenized. A
-        limit of characters would not do: one token may be a long run of blanks. A cut within a token
-        adds at most as many tokens as that token has characters, so the longest's are not counted.
+        Tokenizing takes hundreds of bytes per character, so the text is tokenized piece by piece. A
+        limit of characters would not do, because one token may be a long run of blanks. A cut within a
+        token may add a token per character, so the longest token's length is subtracted for each piece.
         """
         most = self._most_tokens
         if most is None or len(text) <= max(4 * most, _PIECE_CHARS):
@@ -218,7 +218,7 @@ class TextCodec:
     def encode_chat(
         self, messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()
     ) -> list[int]:
-        """Returns the token IDs of a conversation and of the start of the assistant's turn."""
+        """Returns the token IDs of a conversation, up to the start of the next assistant turn."""
         text = self.template.render(messages, tools=tools)
         if self.prompt_end is None:
             self.prompt_end = self._checked_end(messages, text, tools)
@@ -247,10 +247,10 @@ class TextCodec:
         *,
         tools: Sequence[dict[str, Any]] = (),
     ) -> str:
-        """The text of the messages that follow an assistant's turn, and of the next turn's start.
+        """Renders the messages that follow an assistant's turn, and the start of the next turn.
 
-        It is taken from a short artificial conversation: to render the real one at each turn would
-        cost the square of its length. The end-of-turn token is left out if the model generated it.
+        The text is taken from a short artificial conversation: rendering the real one at each turn would
+        cost the square of its length. The end-of-turn token is left out if ``turn_ids`` end with it.
         """
         before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _TURN}]
         _, reply = self._around_turn([*before, *messages], tools=tools)
@@ -262,13 +262,13 @@ class TextCodec:
     def unfinished_text(
         self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()
     ) -> str:
-        """The text of a conversation up to the end of its last message, which the model continues."""
+        """Renders a conversation up to the end of its last message, for the model to continue it."""
         *before, last = messages
         opened = {**last, "content": (last.get("content") or "") + _TURN}
         return self._around_turn([*before, opened], opens_turn=False, tools=tools)[0]
 
     def _around_turn(self, messages: Sequence[dict[str, Any]], **settings: Any) -> tuple[str, str]:
-        """What the template writes before and behind :data:`_TURN` in a conversation."""
+        """Renders a conversation. Returns the text before and after the placeholder :data:`_TURN`."""
         before, mark, behind = self.template.render(messages, **settings).rpartition(_TURN)
         if not mark:
             raise ValueError(
@@ -278,7 +278,7 @@ class TextCodec:
         return before, behind
 
     def encode_observation(self, text: str, *, has_special_tokens: bool) -> list[int]:
-        """Without ``has_special_tokens``, the spelling of a special token is plain text."""
+        """Encodes an observation. Without ``has_special_tokens``, spelled special tokens are plain text."""
         return self.encode_continuation(
             text if has_special_tokens else marked_plain(self.special, text)
         )
@@ -296,7 +296,7 @@ class TextCodec:
         return max(self.vocabulary().values(), default=-1)
 
     def unknown_ids(self, vocab_size: int, known: Sequence[int]) -> tuple[int, ...]:
-        """Returns the model's ids that are neither tokens nor ``known``, as models pad their vocabulary."""
+        """Returns the model's ids that are neither tokens nor ``known``, such as vocabulary padding."""
         ids = {*self.vocabulary().values(), *known}
         return tuple(token for token in range(vocab_size) if token not in ids)
 
@@ -323,7 +323,7 @@ class TextCodec:
         return ChatTemplate(self._path, self._chat_kwargs, self._date, special)
 
     def decode(self, completion_ids: Sequence[int], kept: Collection[str] = ()) -> str:
-        """The text of a completion without end of sequence and special tokens, except those ``kept``."""
+        """Decodes a completion without its final end of sequence and without special tokens not ``kept``."""
         ids = list(completion_ids)
         if ids and ids[-1] in self._eos:
             ids.pop()
@@ -336,7 +336,7 @@ class TextCodec:
         return {token: one.content for token, one in added.items() if one.special}
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of one token, which may be a part of a character."""
+        """The UTF-8 bytes of one token. A token may hold only some bytes of a character."""
         text, spelled = self.decode_exactly([token_id]), self.token_text(token_id) or ""
         if "\ufffd" not in text:
             return text.encode()
@@ -347,10 +347,10 @@ class TextCodec:
         return text.encode()
 
     def excerpt(self, token_ids: Sequence[int]) -> str:
-        """Returns the text of tokens as a Python literal; the middle of a long text is left out."""
+        """Returns the text of tokens as a Python literal, without the middle of a long text."""
         text = repr(self.decode_exactly(token_ids))
         return re.sub(r"^(.{150}).{20,}(.{150})$", r"\1 ... \2", text)
 
     def decode_exactly(self, token_ids: Sequence[int]) -> str:
-        """Returns the text of tokens with all special tokens, as the model reads them."""
+        """Returns the text of tokens, including all special tokens."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)

@@ -3,11 +3,11 @@
 
 """Generates one completion in one or several segments, on one or several servers.
 
-With ``rollout.segment_tokens`` a server generates only that many tokens per request. The next
+With ``rollout.segment_tokens``, a server generates only that many tokens per request. The next
 segment goes to any server that has room. Its prompt includes all earlier segments, which a prefix
-cache can supply. A lost server or a stopped run then costs one segment at most. The completion
-is the same as one from a single request: tokens and logprobs are kept as the servers returned
-them, and each token has the version that generated it.
+cache can supply. A lost server or a stopped run then costs at most one segment. The completion
+looks as if from a single request: tokens and logprobs are kept as the servers returned them, and
+each token has the policy version that generated it.
 
 Completions of environments and agents are written by an `EpisodeWriter` (`agents/writer.py`).
 """
@@ -31,7 +31,7 @@ from torchtitan.grpo.types import Rollout as ScoredRollout
 
 @dataclass(eq=False)
 class Trajectory:
-    """A completion that is being generated; ``so_far`` joins its finished segments."""
+    """A completion that is being generated. ``so_far`` joins its finished segments."""
 
     prompt: Prompt
     so_far: Generation | None = None
@@ -46,17 +46,17 @@ class Trajectory:
         return task.result()
 
     async def until_ended(self) -> None:
-        """Waits until the completion is whole, or a server or its environment has made it fail."""
+        """Waits until the completion is whole, or has failed because of a server or its environment."""
         with contextlib.suppress(ServerError, EnvironmentFailed):
             await self.task
 
 
 @dataclass(eq=False)
 class RunningGroup:
-    """``kept`` completions were finished when the run was resumed; ``trajectories`` are the others.
+    """A group in progress. ``kept`` are completions from before a resumption, ``trajectories`` the others.
 
     ``task`` waits for the trajectories and judges the group. It is ``None`` once they have ended: from
-    then on the group cannot be cancelled.
+    then on, the group cannot be cancelled.
     """
 
     prompt: Prompt
@@ -70,12 +70,12 @@ class RunningGroup:
         return (*self.kept, *(result for result in results if result is not None))
 
     def failures(self) -> list[EnvironmentFailed]:
-        """The errors with which programs and environments have ended completions."""
+        """The errors of completions that ended because an environment or agent program failed."""
         ended = (t.task for t in self.trajectories if t.task.done() and not t.task.cancelled())
         return [error for task in ended if isinstance(error := task.exception(), EnvironmentFailed)]
 
     def begun(self) -> tuple[Generation, ...]:
-        """What was generated of unfinished completions, including those cancelled by a stopping run."""
+        """The finished segments of incomplete completions, including those that a stopping run cancelled."""
         running = (t.so_far for t in self.trajectories if not t.task.done() or t.task.cancelled())
         return tuple(so_far for so_far in running if so_far is not None)
 
@@ -91,7 +91,7 @@ class CompletionWriter(Protocol):
 
     @property
     def has_environment(self) -> bool:
-        """Whether completions may come with a reward."""
+        """Whether completions come from an environment or agent, which may also return rewards."""
         ...
 
     def start(
@@ -128,7 +128,7 @@ class TrajectoryWriter:
     ) -> Trajectory:
         """Starts a completion on a ready server. Its first segment is in flight immediately.
 
-        ``sample`` is its index in its group, and ``begun`` the part of it that was generated earlier.
+        ``sample`` is the completion's index in its group, and ``begun`` its part that exists already.
         """
         if begun is not None and not self._is_unfinished(prompt, begun):
             begun = None  # from a run with an environment, while this run has none
@@ -163,7 +163,7 @@ class TrajectoryWriter:
             segment = self._submit(trajectory, server, expected_tokens)
 
     def _is_unfinished(self, prompt: Prompt, whole: Generation) -> bool:
-        """Returns whether the completion was cut only by the segment length and has room for more tokens."""
+        """Returns whether only the segment's length has cut the completion, so that it may go on."""
         return whole.finish_reason == "length" and self._room_behind(prompt, whole) > 0
 
     def _submit(
@@ -182,7 +182,7 @@ class TrajectoryWriter:
         return self._places.submit(prompt, server, sampling, expected_tokens=expected_tokens)
 
     def _room_behind(self, prompt: Prompt, whole: Generation) -> int:
-        """The number of tokens that may follow; contexts that begin new rows do not count."""
+        """How many more tokens may follow. Contexts that begin new rows do not count as generated."""
         sampling = self._sampling
         in_row = sampling.max_total_tokens - len(_context(prompt, whole))
         written = without_contexts(whole.token_ids, whole.new_rows)
@@ -190,7 +190,7 @@ class TrajectoryWriter:
 
 
 def _context(prompt: Prompt, whole: Generation) -> np.ndarray:
-    """The tokens that the model sees when it goes on with a completion."""
+    """The tokens that the model sees when it continues a completion."""
     if whole.new_rows:
         return whole.token_ids[whole.new_rows[-1][0] :]
     return np.concatenate([prompt.token_ids, whole.token_ids])

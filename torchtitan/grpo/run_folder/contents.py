@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Contents of ``job.dump_folder``, found before a new run would write over them."""
+"""Finds what an earlier run left in ``job.dump_folder``, before a new run would overwrite it."""
 
 import re
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ _WRITTEN = (
 
 
 def describe_run(config: "JobConfig", folder: Path | None = None) -> str | None:
-    """Returns what a run has left, if anything; logs of a start that failed do not count."""
+    """Describes what a run has left, or returns None. Logs of a failed start count as nothing."""
     folder = folder or Path(config.job.dump_folder)
     found = []
     if num_steps := _num_lines(folder / "metrics.jsonl"):
@@ -49,7 +49,7 @@ def steps_in(folder: Path) -> list[int]:
 
 
 def next_free_folder(dump_folder: str) -> Path:
-    """Returns the first missing folder of ``outputs/run-2``, ``outputs/run-3``, ..."""
+    """Returns, for ``outputs/run``, the first of ``outputs/run-2``, ``outputs/run-3``, ... that is missing."""
     folder = Path(dump_folder)
     match = re.fullmatch(r"(.*)-(\d+)", folder.name)
     name, number = (match[1], int(match[2])) if match else (folder.name, 1)

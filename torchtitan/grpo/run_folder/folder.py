@@ -34,9 +34,9 @@ class FolderError(RunError):
 
 
 class RunFolder:
-    """``job.dump_folder`` and whatever else a run writes, held for it by rank 0 until closed.
+    """``job.dump_folder`` and all else that a run writes, locked by rank 0 until :meth:`close`.
 
-    ``is_restart`` says that earlier ranks of this run wrote it. Raises FolderInUse and FolderError.
+    ``is_restart`` says that earlier ranks of this launch began the run. Raises FolderInUse, FolderError.
     """
 
     def __init__(self, config: JobConfig) -> None:
@@ -57,9 +57,9 @@ class RunFolder:
             _tell(line)
 
     def begin(self) -> None:
-        """Makes the folder this run's; moves another run aside if it is to be replaced.
+        """Assigns the folder to this run. With ``job.overwrite``, moves an earlier run aside.
 
-        Raises FolderInUse while the other run is evaluated, or FolderError.
+        Raises FolderInUse while the earlier run is being evaluated, or FolderError.
         """
         config = self._config
         if self.is_restart:
@@ -91,7 +91,7 @@ class RunFolder:
 
 
 def hold(config: JobConfig, folder: Path | None = None) -> HeldFolders:
-    """Makes and locks ``folder``, or all that a run writes to. Raises FolderInUse and FolderError."""
+    """Makes and locks ``folder``, or by default all that a run writes to. Raises FolderInUse, FolderError."""
     launch = launch_id()
     # A run that was asked to stop ends within its bound. Other ranks wait meanwhile.
     patience = min(config.grpo.stop_timeout_seconds + 2, config.comm.init_timeout_seconds / 2)
@@ -146,7 +146,7 @@ def describe_earlier(config: JobConfig) -> Iterator[str]:
 
 
 def describe_folder(config: JobConfig) -> Iterator[str]:
-    """Yields lines on what a start would find in its folder; takes no lock and writes nothing there."""
+    """Yields lines about what a start would find in its folder, without locking or changing it."""
     yield from describe_earlier(config)
     for file, setting in _locks(config).items():
         if (holder := living_holder(file)) is not None:
@@ -157,7 +157,7 @@ def describe_folder(config: JobConfig) -> Iterator[str]:
 
 
 def check_folder(config: JobConfig) -> None:
-    """Raises FolderError if no user could use the folder; takes no lock and leaves nothing there."""
+    """Raises FolderError if no user could write to the folder. Takes no lock and leaves nothing there."""
     error = _problem(config.job.dump_folder)
     if error is None or (_is_forbidden(error) and _is_visible(Path(config.job.dump_folder))):
         return  # another user, or another host, may be permitted
@@ -178,7 +178,7 @@ def _is_visible(folder: Path) -> bool:
 
 
 def _check_name(name: str) -> None:
-    """Refuses valid names that are not the folder that the user means, such as ``~/outputs`` or a URL."""
+    """Refuses names that are valid but surely not what the user means, such as ``~/outputs`` or a URL."""
     if not name.strip():
         raise ValueError("it is empty")
     if name.startswith("~"):
@@ -207,7 +207,7 @@ def _problem(name: str) -> Exception | None:
 
 
 def _nearest(folder: Path) -> Path:
-    """Returns what exists of a path: the path itself, or the innermost folder around it."""
+    """Returns the path if it exists, or else its innermost parent folder that exists."""
     while True:
         try:
             os.lstat(folder)
@@ -232,7 +232,7 @@ def _tell(text: str) -> None:
 
 
 def _leave(message: str) -> None:
-    """Ends this process at once: what it would write would be lost, or spoil another run."""
+    """Ends this process, which has lost its folder: further writes would be lost, or spoil another run."""
     print(f"error: {message}", file=sys.stderr, flush=True)
     claims_report(0)  # the other ranks of this host need not tell that this one has died
     os._exit(FOLDER_LOST)

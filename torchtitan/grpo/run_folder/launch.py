@@ -4,11 +4,11 @@
 """Tells a new start by the user from a restart by torchrun or a scheduler.
 
 torchrun starts ranks again with the same command line if one dies (``--max-restarts``) or a node
-joins, and schedulers start whole jobs again. Such a restart must go on with the run, which
-``job.overwrite`` would remove. Therefore a run first notes in its folder, in one atomic rename, to
-which launch it belongs (:func:`note_launch`). The number of an attempt cannot replace the note,
-because each agent counts its own attempts. But a run that a later attempt finds may be of its own
-launch, so later attempts never remove a run.
+joins, and schedulers start whole jobs again. Such a restart must continue the run, even if
+``job.overwrite`` is set, which would replace it. A run therefore first notes in its folder, in one
+atomic rename, to which launch it belongs (:func:`note_launch`). The attempt's number cannot replace
+the note, because each agent counts its own attempts. But if that number says that this is a later
+attempt, it never removes a run, which may be of its own launch.
 """
 
 import os
@@ -32,7 +32,7 @@ _FILE = f"{STARTS_FOLDER}/launch.json"
 class Launch(msgspec.Struct):
     """The note in a run's folder about its launch. All fields are empty if the note is damaged.
 
-    ``slurm_job`` starts the run again when it is requeued. ``folder`` was the folder's name at the launch.
+    A requeue of ``slurm_job`` restarts the run. ``folder`` is the name that the folder had at the launch.
     """
 
     launch: str | None = None
@@ -41,10 +41,9 @@ class Launch(msgspec.Struct):
 
 
 def launch_id() -> str | None:
-    """Returns an id of this launch: that of the scheduler or of torchrun, or else one of the folder in
-    which torchrun's agent keeps files of its ranks.
+    """Returns an id of this launch, or None without a launcher.
 
-    None without a launcher.
+    The id comes from the launcher, or else names the folder where torchrun's agent keeps its ranks' files.
     """
     environ = os.environ
     if given := environ.get(LAUNCH_ID_VARIABLE):
@@ -59,7 +58,7 @@ def launch_id() -> str | None:
 
 
 def noted_launch(folder: Path) -> Launch | None:
-    """Returns the launch of a folder's run; None without a note, OSError if it cannot be read."""
+    """Returns the launch noted in a folder, or None without a note. Raises OSError if it is unreadable."""
     try:
         return msgspec.json.decode((folder / _FILE).read_bytes(), type=Launch)
     except FileNotFoundError:
@@ -69,7 +68,7 @@ def noted_launch(folder: Path) -> Launch | None:
 
 
 def is_gone_on_with(folder: Path) -> bool:
-    """Whether a run may have been started in this folder since a replaced run was moved here."""
+    """Whether somebody may have continued the replaced run in this folder since it was moved here."""
     try:
         noted = noted_launch(folder)
     except OSError:
@@ -78,7 +77,7 @@ def is_gone_on_with(folder: Path) -> bool:
 
 
 def is_restart(dump_folder: str) -> bool:
-    """Whether the run in a folder belongs to this rank's launch; OSError if its note cannot be read."""
+    """Whether the run in a folder belongs to this rank's launch. Raises OSError if its note is unreadable."""
     if (noted := noted_launch(Path(dump_folder))) is None:
         return False
     if noted.launch is not None and noted.launch == launch_id():
@@ -88,7 +87,7 @@ def is_restart(dump_folder: str) -> bool:
 
 
 def is_first_attempt(dump_folder: str) -> bool:
-    """Whether no launcher counts an earlier attempt, and the note is not damaged."""
+    """Whether no launcher has counted an earlier attempt, and the folder's note is not damaged."""
     counts = _count("TORCHELASTIC_RESTART_COUNT") + _count("SLURM_RESTART_COUNT")
     return not counts and noted_launch(Path(dump_folder)) != Launch()
 

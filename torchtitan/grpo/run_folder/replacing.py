@@ -4,15 +4,15 @@
 """Replaces the run in a folder (``job.overwrite``) so that a kill at any moment loses nothing.
 
     replacing-TIME   what runs have written is moved into it, item by item; the next start moves it back
-    replaced-TIME    all was moved: an earlier run, whole, until the new run has completed a step
-    kept-TIME        the same, but it stays: it may be the run of an earlier attempt of this launch
-    removing-TIME    is being removed; any later run goes on with that
+    replaced-TIME    holds a whole earlier run, until the new run has completed a step
+    kept-TIME        the same, but it is kept, since it may be from an earlier attempt of this launch
+    removing-TIME    is being removed; if that is interrupted, the next run continues it
 
 A folder gets its next name in one rename. The new run writes nothing before the folder has its second
-name. Then it notes its launch (`launch.py`), so that its restarts never come here. Parts on other file
-systems, such as linked checkpoints, move to a folder ``replaced-TIME`` beside them, which
-``elsewhere.json`` of the run names. In that folder, another ``elsewhere.json`` names the run folder and
-TIME. Only folders that name the run in turn are moved or removed: those of a copied run do not.
+name. Then the run notes its launch (`launch.py`), so that its restarts replace nothing. Parts on other
+file systems, such as linked checkpoints, move to a folder ``replaced-TIME`` beside them. The run folder's
+``elsewhere.json`` names that folder, whose own ``elsewhere.json`` names the run folder and TIME. Only
+folders that name this run folder are moved or removed, so a copied run leaves the original's alone.
 """
 
 import os
@@ -46,10 +46,10 @@ def earlier_runs(dump_folder: str, *states: str) -> list[Path]:
 
 
 def move_aside(config: JobConfig, *, keep: bool) -> Path | None:
-    """Moves what runs have written into a new run folder, and returns it; None if there was nothing.
+    """Moves what runs have written into a new subfolder, and returns it, or None if there was nothing.
 
-    With ``keep``, that folder is never removed. Raises FolderInUse while an evaluation writes there, and
-    OSError if an item cannot be moved, after everything was moved back.
+    With ``keep``, the folder is never removed. Raises FolderInUse while an evaluation of the run goes on.
+    If an item cannot be moved, everything is moved back and OSError is raised.
     """
     folder = Path(config.job.dump_folder)
     items = list(_items(config, folder))
@@ -85,8 +85,9 @@ def move_aside(config: JobConfig, *, keep: bool) -> Path | None:
 
 
 def _items(config: JobConfig, folder: Path) -> Iterator[tuple[Path, Path | None, Path]]:
-    """Yields each path to move; its own folder if it cannot be moved within the dump folder, else None;
-    and its path relative to that folder or to the dump folder."""
+    """Yields each path to move, its root, and the path relative to this root.
+
+    The root is None for the dump folder, or else the path's own folder, for a path on another file system."""
     whole = folder.resolve()
     for path in dict.fromkeys(written(config)):
         parent = path.parent.resolve()
@@ -113,7 +114,7 @@ def _remove_empty(folder: Path, root: Path) -> None:
 
 
 def restore_interrupted(dump_folder: str) -> list[Path]:
-    """Moves back what killed starts were moving; returns the folders it was in. OSError if that fails."""
+    """Moves back what killed starts had moved. Returns the folders that held it; raises OSError on failure."""
     found = earlier_runs(dump_folder, "replacing")
     for moving in found:
         for aside, root in [*_elsewhere(moving), (moving, Path(dump_folder))]:
@@ -164,7 +165,9 @@ def _mark(aside: Path) -> bytes:
 
 
 def _is_removed(aside: Path) -> bool:
-    """Removes parts elsewhere, the mark last, as parts without it would stay. Returns whether all are gone."""
+    """Removes a folder with parts of a run on another file system. Returns whether it is gone.
+
+    The ``elsewhere.json`` in it goes last, because a folder without this file would never be removed."""
     with suppress(OSError):
         for path in list(aside.iterdir()):
             if path.is_dir() and not path.is_symlink():
@@ -177,9 +180,9 @@ def _is_removed(aside: Path) -> bool:
 
 
 class Removal:
-    """Removes replaced runs that nobody has continued, on a thread, because removal can take a while.
+    """Removes replaced runs that nobody has continued, on a thread because that can take a while.
 
-    Without ``job.overwrite`` it only continues removals that were interrupted.
+    Without ``job.overwrite``, this only continues removals that were interrupted.
     """
 
     def __init__(self, config: JobConfig) -> None:
@@ -198,5 +201,5 @@ class Removal:
                 shutil.rmtree(path, ignore_errors=True)  # else the next run needs the note
 
     def close(self) -> None:
-        """Waits a while for the removal; the next run in the folder removes the rest."""
+        """Waits a while for the removal. The next run in the folder removes what is left."""
         self._thread.join(_CLOSE_SECONDS)

@@ -40,7 +40,7 @@ _MASK = "***"
 
 
 def to_toml(tables: dict[str, Any], defaults: dict[str, Any]) -> str:
-    """Returns tables as TOML, with comments at settings that are not the default, masked, or not set."""
+    """Returns tables as TOML, with comments at settings that are masked, unset, or not the default."""
     lines = ["# What differs from its default has a comment.", ""]
     for name, table in tables.items():
         usual = defaults.get(name, {})
@@ -95,7 +95,7 @@ def source_commit() -> str | None:
 
 
 def git_commit(folder: Path) -> str | None:
-    """Returns the commit, with ``-dirty`` if files differ; None without a repository."""
+    """Returns the commit of a source folder, with ``-dirty`` if files differ, or None without a repository."""
     # An installed package may lie in somebody else's repository, which does not track it.
     if not _git(folder, "ls-files", "__init__.py"):
         return None
@@ -115,7 +115,7 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 
 def _installed_commit() -> str | None:
-    """The commit that pip recorded at installation from a repository's URL."""
+    """Returns the commit that pip recorded if it installed from a repository's URL, or else None."""
     try:
         record = metadata.distribution("torchtitan-grpo").read_text("direct_url.json")
     except metadata.PackageNotFoundError:

@@ -1,9 +1,9 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""``--dry-run`` and ``check-config``: opens what a run would open, and says what it found.
+"""``--dry-run`` and ``check-config``: opens all that a run would open, and reports what it finds.
 
-Nothing is started that would outlive the check, and nothing is written into ``job.dump_folder``.
+The check leaves no process behind, and writes nothing into ``job.dump_folder``.
 """
 
 import contextlib
@@ -66,11 +66,11 @@ def dry_run(
     *,
     shows_settings: bool = False,
 ) -> Iterator[str]:
-    """Yields findings and warnings about what the run would read, and then its layout.
+    """Yields findings and warnings about what the run would read, and then the layout of its ranks.
 
-    This may change the model's arguments. An empty ``date`` means now. Raises ConfigError for
-    prompts, rewards or environments, DataError for ``grpo.ptx_path``, ``rollout.replay`` or
-    ``[sft]``, ModelError for weights of another model.
+    This may change the model's arguments. An empty ``date`` means now. Raises ConfigError for bad
+    prompts, rewards or environments, DataError for bad files of ``grpo.ptx_path``, ``rollout.replay``
+    or ``[sft]``, and ModelError if the weights are those of another model.
     """
     yield "Start"
     yield from (f"  {line}" for line in start)
@@ -162,7 +162,7 @@ def _memory(config: JobConfig, model: HFModel) -> Iterator[str]:
 
 
 def check_inputs(config: RolloutProcessConfig, timeout_seconds: float) -> InputReport:
-    """Opens a run's inputs as the rollout process would, in a child process that ends after the timeout."""
+    """Opens a run's inputs as the rollout process would, in a child process that the timeout ends."""
     folder = Path(tempfile.mkdtemp(prefix="grpo-check-"))  # mode 0700: there may be keys
     try:
         (folder / CONFIG_FILE).write_text(json.dumps(config.to_dict(), allow_nan=False))

@@ -74,8 +74,8 @@ TrainerFactory = Callable[[JobConfig, HFModel, StopRequest, RankChannel], Traine
 def run(make_trainer: TrainerFactory, args: Sequence[str]) -> int:
     """Checks the configuration, trains, and returns the exit status of the process.
 
-    It is 0 after a complete run, 1 after a failure, 2 for an unusable configuration or model, 3 if a guard
-    stopped the run, 4 if its last checkpoint failed, and 128 plus the signal's number if a signal did.
+    The status is 0 after a complete run, 1 after a failure, 2 for an unusable configuration or model, 3 if
+    a guard stopped the run, 4 if its last checkpoint failed, and 128 plus a signal's number if that stopped it.
     """
     args = list(args)
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -126,10 +126,10 @@ def check_only(args: list[str], *, shows_settings: bool) -> int:
 
 
 def findings(args: list[str], *, shows_settings: bool = False) -> tuple[int, Iterator[str]]:
-    """Returns an exit status and lines about inputs and layout; ``shows_settings`` adds the settings.
+    """Returns an exit status and lines about inputs and layout. ``shows_settings`` adds the settings.
 
-    The status is 2 if the run would be refused only because of its folder. Any other reason raises
-    RunError, here or in the iterator.
+    The status is 2 if the run would be refused only because of its folder. Any other reason for a
+    refusal raises RunError, here or in the iterator.
     """
     config, model, notes = _open(args, weights=False)
     status, date = 0, ""
@@ -145,7 +145,7 @@ def findings(args: list[str], *, shows_settings: bool = False) -> tuple[int, Ite
 
 
 def _train_in_folder(make_trainer: TrainerFactory, config: JobConfig, hf_model: HFModel) -> int:
-    """Locks the run's folder on rank 0, before any rank writes to it; then trains."""
+    """On rank 0, locks the run's folder before any rank writes to it, and then trains."""
     status = 1
     try:
         folder = RunFolder(config)
@@ -233,8 +233,8 @@ def _report(
 ) -> int:
     """Prints an error without a traceback and returns its exit status, by default ``status``.
 
-    Rank 0 prints at once. Other ranks first ``wait``, which returns True if the rank is stopped meanwhile:
-    if all ranks fail alike, torchrun stops these. A rank that fails alone prints after the wait.
+    Rank 0 prints at once. Other ranks first ``wait``, which returns True if the rank is stopped meanwhile.
+    If all ranks fail alike, torchrun stops the waiting ones. A rank that fails alone prints after the wait.
     """
     if is_rank_zero or not wait(_RANK_ZERO_PATIENCE_SECONDS):
         print(f"error: {error}", file=sys.stderr, flush=True)
@@ -255,9 +255,9 @@ def _tell_torchrun(message: str) -> None:
 
 
 def leave(main: Callable[[], int]) -> None:
-    """Runs ``main``, which closes everything, and ends the process with its status.
+    """Runs ``main``, which must close everything, and ends the process with the status it returns.
 
-    Python's own cleanup is skipped. It cannot end threads that are in a collective with a dead rank or in a
+    Python's own cleanup is skipped: it cannot end threads that are in a collective with a dead rank or in a
     broadcast to a stopped server, and it aborts if a gloo thread then releases the last reference to a tensor
     (https://github.com/pytorch/pytorch/issues/190489).
     """

@@ -50,7 +50,7 @@ def run(
     quiet: bool = False,
     **settings: Mapping[str, Any],
 ) -> "Run":
-    """Starts a run in processes of its own, and returns it at once.
+    """Starts a run in processes of its own, and returns at once with a handle to it.
 
     Example::
 
@@ -70,8 +70,8 @@ def run(
 
     Raises:
         RunError: for settings that do not exist or have the wrong type, functions that cannot be
-            pickled, and a folder that cannot be written. Everything else that is wrong is found by
-            the run, and raised by the loop over its steps and by :meth:`Run.result`.
+            pickled, and a folder that cannot be written. The run itself finds all other errors, which
+            the loop over its steps and :meth:`Run.result` then raise.
     """
     tables = _tables(config, reward, settings)
     start = [] if ranks is None else [f"--nproc={ranks}"]
@@ -98,10 +98,10 @@ def run(
 class Run:
     """A run that was started by :func:`run`.
 
-    Iterating over it yields the metrics of each step while it runs, as in ``metrics.jsonl``. The run is
-    stopped in order, as after Ctrl-C, when the loop is left (by an exception as well), at :meth:`close`, at
+    Iterating over it yields the metrics of each step while it runs, as in ``metrics.jsonl``. The run stops
+    in an orderly way, as after Ctrl-C, when the loop is left (also by an exception), at :meth:`close`, at
     the end of a ``with`` block, and when this object, the thread that started it, or the interpreter ends.
-    The end of a process that the script forks does not stop the run.
+    The end of a process that the script has forked does not stop the run.
 
     Attributes:
         folder: ``job.dump_folder``, absolute.
@@ -126,7 +126,7 @@ class Run:
             raise
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Yields each step's metrics, null ones as None; raises RunError if the run fails."""
+        """Yields each step's metrics, with None for those that are null. Raises RunError if the run fails."""
         try:
             has_ended = False
             while not has_ended:
@@ -140,8 +140,8 @@ class Run:
     def result(self) -> dict[str, Any]:
         """Waits for the end of the run, and returns its summary.
 
-        It has the keys of ``summary.json`` and ``dump_folder``; this and ``hf_checkpoint`` are absolute paths.
-        Raises RunError if the run failed, or was ended before its last step.
+        The summary has the keys of ``summary.json`` and the key ``dump_folder``. Its paths ``dump_folder`` and
+        ``hf_checkpoint`` are absolute. Raises RunError if the run failed, or was ended before its last step.
         """
         try:
             while not self._wait():
@@ -159,10 +159,10 @@ class Run:
         return summary | {key: str(self._start_folder / path) for key, path in paths.items()}
 
     def close(self) -> None:
-        """Ends the run if it has not ended, with a checkpoint if ``checkpoint.enable`` is set.
+        """Ends the run if it has not ended yet, with a checkpoint if ``checkpoint.enable`` is set.
 
         The run has ``grpo.stop_timeout_seconds`` to end, and is then killed. In a forked process, which
-        shares the files with its parent, this does nothing.
+        shares its parent's open files, this does nothing.
         """
         if os.getpid() != self._owner:
             return
@@ -179,7 +179,7 @@ class Run:
         self.close()
 
     def _wait(self) -> bool:
-        """Waits a moment, and shows what the run has printed; returns whether it has ended."""
+        """Waits a moment, and shows what the run has printed. Returns whether the run has ended."""
         try:
             self._child.wait(_LOOK_SECONDS)
         except subprocess.TimeoutExpired:
@@ -208,7 +208,7 @@ class Run:
 
 
 class _Console:
-    """The output of a run, in a file: printing to a pipe would fail once nobody reads it."""
+    """The output of a run, in a file, because a run that prints to a pipe would fail once nobody reads it."""
 
     def __init__(self, file: Path, *, quiet: bool) -> None:
         self.file = file
@@ -220,7 +220,7 @@ class _Console:
         self._begin = self._stream.seek(0, os.SEEK_END)
 
     def show(self) -> None:
-        """Prints what is new; a log that had become too large begins again."""
+        """Prints what the run has written since the last call, also if its log was truncated meanwhile."""
         if self._quiet or self._stream.closed:
             return
         if os.fstat(self._stream.fileno()).st_size < self._stream.tell():
@@ -246,7 +246,7 @@ class _Console:
 
 @contextlib.contextmanager
 def _ctrl_c_held_back() -> Iterator[None]:
-    """Holds Ctrl-C back until the end of the block. Threads but the main one are never interrupted by it."""
+    """Delays Ctrl-C until the end of the block, on the main thread. It never interrupts other threads."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -303,7 +303,7 @@ def _in_python(text: str) -> str:
 def _tables(
     config: str | os.PathLike[str] | Tables, reward: RewardSetting | None, settings: Tables
 ) -> dict[str, dict[str, Any]]:
-    """Returns the settings that are given in Python; the last value of a setting counts."""
+    """Merges the settings that are given in Python. Those of ``settings`` replace those of ``config``."""
     if isinstance(reward, Mapping):
         settings = {**settings, "reward": reward}
     elif reward is not None:
@@ -322,7 +322,7 @@ def _tables(
 
 
 def _words(tables: Tables, name_of: Callable[[Callable[..., Any]], str]) -> Iterator[str]:
-    """Yields settings as words of a command line, with functions by their names."""
+    """Yields settings as words of a command line. ``name_of`` gives the names of functions."""
     for name, table in tables.items():
         for key, value in table.items():
             plain = "none" if value is None else _plain(value, name_of)

@@ -1,9 +1,9 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Writes functions that a script passes as objects into files, so that settings can name them.
+"""Writes function objects that a script passes as settings into files, so that settings can name them.
 
-The processes that call them load these files like those that a user has written.
+The processes that call the functions load these files like those that a user has written.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ globals()[{name!r}] = pickle.loads(Path(__file__).with_suffix(".pickle").read_by
 
 
 class _Pickler(cloudpickle.Pickler):
-    """Keeps the names of source files, which cloudpickle replaces, for messages about errors."""
+    """A pickler that keeps the names of source files, which cloudpickle replaces, for error messages."""
 
     def reducer_override(self, obj: Any) -> Any:
         if not isinstance(obj, CodeType) or not os.path.isfile(obj.co_filename):
@@ -45,7 +45,7 @@ class _Pickler(cloudpickle.Pickler):
 
 
 class FunctionFiles:
-    """Files in ``folder``, named by a hash of their content, so that a resumed run finds its own unchanged."""
+    """Files in ``folder`` whose names have a hash of their content, so that a resumed run finds the same."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -54,7 +54,7 @@ class FunctionFiles:
         self._names = Counter[str]()
 
     def setting(self, function: Callable[..., Any]) -> str:
-        """Returns ``path/to/file.py:name``. Raises ConfigError if the function cannot be pickled."""
+        """Returns ``path/to/file.py:name`` for a function. Raises ConfigError if it cannot be pickled."""
         if id(function) not in self._settings:
             self._settings[id(function)] = self._add(function, self._free_name(function))
         return self._settings[id(function)]
@@ -65,7 +65,7 @@ class FunctionFiles:
                 write_whole(path, content)
 
     def _free_name(self, function: Callable[..., Any]) -> str:
-        """The function's own name, which metrics show, with a number if another function has it."""
+        """Returns the function's own name, which metrics show, with a number if the name is taken."""
         named = getattr(function, "func", function)  # functools.partial has no name
         name = str(getattr(named, "__name__", type(named).__name__))
         name = name if name.isidentifier() else "function"  # a lambda

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Turns long failures of torch into one message with the settings that help."""
+"""Turns long error texts of torch into one short message that names the settings that help."""
 
 import os
 import re

@@ -6,8 +6,8 @@
     torchrun --rdzv-backend torchtitan_grpo --nproc_per_node=2 -m torchtitan.grpo_train ...
 
 Torchrun's own rendezvous (also ``--standalone``) listens on every interface, and its agent unpickles
-what it finds in the store: whoever reaches the port can run code as the user. Here the agent's notes
-stay in memory, and only the ranks' store, from which nothing is unpickled, has a socket, on loopback.
+what it finds in the store: whoever reaches the port can run code as the user. Here the agent's data
+stays in memory. Only the ranks' store, from which nothing is unpickled, has a socket, on loopback.
 Torchrun finds this rendezvous by the entry point ``torchrun.handlers``.
 """
 
@@ -43,7 +43,7 @@ class LocalRendezvous(RendezvousHandler):
 
     @classmethod
     def make(cls, params: RendezvousParameters) -> "LocalRendezvous":
-        """Makes the rendezvous; ValueError if the settings are for several hosts."""
+        """Makes the rendezvous. Raises ValueError if the settings are for several hosts."""
         if params.endpoint or params.max_nodes > 1:
             raise ValueError(
                 f"--rdzv-backend {BACKEND} is for one host: --nnodes must be 1 and --rdzv-endpoint left "
@@ -59,7 +59,7 @@ class LocalRendezvous(RendezvousHandler):
         return cls(params.run_id)
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Returns the rank of the only node, with a new store, as keys of earlier ranks would mislead new ones."""
+        """Returns rank 0 of one node, with a new store, since earlier ranks' keys would mislead new ranks."""
         self._num_rounds += 1
         self._ranks_store = listening_store(_LOOPBACK, None, _TIMEOUT_SECONDS)
         store = dist.PrefixStore(f"round-{self._num_rounds}", self._memory)
@@ -68,7 +68,7 @@ class LocalRendezvous(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """Whether ranks connect to the store of this process, which they always do."""
+        """Whether ranks use the agent's store, which is always true here."""
         return True
 
     def get_backend(self) -> str:

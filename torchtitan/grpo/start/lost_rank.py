@@ -1,9 +1,9 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Ends a run in which a rank is lost: one message, a record, and an end within a bound.
+"""Ends a run in which a rank is lost: prints one message, records collectives, and ends within a bound.
 
-The first rank of a host to claim the report prints it. Each rank writes torch's flight recorder. The
+The first rank of a host to claim the report prints it. Each rank dumps torch's flight recorder. The
 training thread may be in a collective that never returns, so another thread ends the process.
 """
 
@@ -26,13 +26,13 @@ _CLOSE_SECONDS = 6.0
 
 
 class LostRankHandler:
-    """Reports a lost rank and ends this process soon; does nothing if the run ``is_stopping``."""
+    """Reports a lost rank and ends this process soon. Does nothing while ``is_stopping`` returns True."""
 
     def __init__(self, config: JobConfig, is_stopping: Callable[[], bool]) -> None:
         self._config, self._is_stopping = config, is_stopping
 
     def __call__(self, lost: LostRank) -> None:
-        """Runs on the channel's thread."""
+        """Handles the loss of a rank, on the thread of the `RankChannel`."""
         if self._is_stopping():
             return  # the stop has a bound and a message of its own
         is_here = lost.status.host == socket.gethostname()
@@ -82,7 +82,7 @@ def describe_next(config: JobConfig) -> str:
 
 
 def _trace_file() -> str | None:
-    """Prefix of the names of the flight recorder's files, or None if the recorder is off."""
+    """Returns the path prefix of the flight recorder's files, or None if the recorder is off."""
     if int(os.environ.get("TORCH_FR_BUFFER_SIZE", "0") or 0) <= 0:
         return None
     return os.environ.get("TORCH_FR_DUMP_TEMP_FILE")
@@ -101,7 +101,7 @@ def dump_collectives() -> None:
 
 
 def dump_flight_recorder() -> bytes:
-    """Returns NCCL's entries, or gloo's in a build without NCCL's recorder."""
+    """Returns the recorded collectives: NCCL's, or gloo's in a build without NCCL's recorder."""
     module: Any = _distributed_c10d  # its stubs do not know the recorder
     dump = getattr(module, "_dump_nccl_trace", None) or module._dump_fr_trace
     return dump()
