@@ -87,7 +87,7 @@ def move_aside(config: JobConfig, *, keep: bool) -> Path | None:
 def _items(config: JobConfig, folder: Path) -> Iterator[tuple[Path, Path | None, Path]]:
     """Yields each path to move, its root, and the path relative to this root.
 
-    The root is None for the dump folder, or else the path's own folder, for a path on another file system."""
+    The root is the path's own folder if that lies elsewhere, or None for the dump folder."""
     whole = folder.resolve()
     for path in dict.fromkeys(written(config)):
         parent = path.parent.resolve()

@@ -29,10 +29,10 @@ _RESOLVE_SECONDS = 1.0  # between two questions for the address of the endpoint
 
 @dataclass(frozen=True)
 class NodeOptions:
-    """Command line of `scripts/launch_multinode.sh`, with what the environment adds.
+    """Options of `scripts/launch_multinode.sh`, from its command line and the environment.
 
-    ``num_nodes`` is the lowest and the highest number of nodes. Without ``num_ranks`` there is a rank for
-    each visible GPU. Without ``interface``, it is the one with the route to the endpoint.
+    ``num_nodes`` is the lowest and the highest number of nodes. Without ``num_ranks``, there is one rank per
+    visible GPU. Without ``interface``, the one with the route to the endpoint is used.
     """
 
     config_file: str
@@ -48,7 +48,7 @@ class NodeOptions:
 
 @dataclass(frozen=True)
 class Place:
-    """This node's interface and address, and the endpoint, which is on this node if ``holds_store``."""
+    """This node's network interface and address, and the endpoint. ``holds_store`` says if that is here."""
 
     interface: str
     address: str
@@ -57,14 +57,14 @@ class Place:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports a mistake in one line, without the usage."""
+    """An argument parser that reports a mistake in one line, without the usage."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {message}\n")
 
 
 def parse(arguments: Sequence[str], environ: Mapping[str, str]) -> NodeOptions:
-    """Returns a command line's options; a mistake ends the process with status 2."""
+    """Returns a command line's options. A mistake ends the process with status 2."""
     words = list(arguments)
     split = words.index("--") if "--" in words else len(words)
     words, rest = words[:split], words[split + 1 :]
@@ -119,7 +119,7 @@ def _nodes(value: str | None) -> tuple[int, int]:
 
 
 def _endpoint(value: str | None) -> tuple[str, int]:
-    """Reads ``HOST[:PORT]``; an IPv6 address stands in brackets."""
+    """Reads ``HOST[:PORT]``, where an IPv6 address stands in brackets."""
     host, _, port = (value or "").rpartition(":")
     if value and not value.endswith("]") and host:
         host = host.strip("[]")
@@ -134,7 +134,7 @@ def _endpoint(value: str | None) -> tuple[str, int]:
 
 
 def find_place(options: NodeOptions) -> Place:
-    """Finds this node's interface and address; ConfigError if they or the endpoint are unusable."""
+    """Finds this node's interface and address. Raises ConfigError if they or the endpoint are unusable."""
     host, port = options.endpoint
     target = _resolve(host, port, options.join_seconds)
     try:
@@ -159,9 +159,9 @@ def find_place(options: NodeOptions) -> Place:
 
 
 def _resolve(host: str, port: int, patience_seconds: float) -> str:
-    """Resolves the endpoint's host. It tries again for ``patience_seconds``.
+    """Resolves the endpoint's host name, with retries for ``patience_seconds``.
 
-    A cluster may start the host, or enter its name, later than this node.
+    A cluster may start that host, or register its name, later than it starts this node.
     """
     begin, reminders = time.monotonic(), Reminders()
     while True:
@@ -207,7 +207,7 @@ def run_node(options: NodeOptions) -> int:
 
 
 def launch_command(options: NodeOptions) -> str:
-    """Returns the command that starts this node again, up to the settings after the two dashes."""
+    """Returns the command that starts this node again, without the settings that follow ``--``."""
     low, high = options.num_nodes
     words = ["bash", "scripts/launch_multinode.sh", options.config_file]
     words += ["--nnodes", f"{low}" if low == high else f"{low}:{high}"]

@@ -3,12 +3,12 @@
 
 """The rendezvous of the nodes of a run: torch's c10d rendezvous with three differences.
 
-- Its stores listen on one address. Torch's listen on all interfaces, and whoever can connect to a
-  store can put something into it that a rank unpickles.
-- The node with the store has rank 0 in every round. Torch sorts nodes by address, so the rollout
-  process and registry, which are with rank 0, could move when a node is replaced.
+- Its stores listen on one address. Torch's stores listen on all interfaces, and whoever can connect
+  to a store can put something into it that a rank unpickles.
+- The node with the rendezvous's store has rank 0 in every round. Torch sorts nodes by address, so the
+  rollout process and registry, which run beside rank 0, could move when a node is replaced.
 - Each round has a new store for the ranks. Torch keeps the first store: a node that joins later waits
-  in vain for the store's address, and restarted ranks read the keys of the ranks before them
+  in vain for this store's address, and restarted ranks read the keys of the ranks before them
   (https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/elastic/rendezvous/dynamic_rendezvous.py).
 """
 
@@ -43,9 +43,9 @@ _POLL_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class Node:
-    """A node, whose stores listen on ``address``; the rendezvous is on this node if ``holds_store``.
+    """This node. Its stores listen on ``address``. With ``holds_store``, it has the rendezvous's store.
 
-    A round waits ``join_seconds`` for all nodes.
+    Each round waits up to ``join_seconds`` for all nodes.
     """
 
     address: str
@@ -56,9 +56,9 @@ class Node:
 
 
 class NodeRendezvous(RendezvousHandler):
-    """See the module. ``tell`` is called with sentences for the user.
+    """This node's part in the rendezvous. ``tell`` is called with messages for the user.
 
-    Raises OSError if it cannot listen at the endpoint, TimeoutError if it cannot reach it.
+    Raises OSError if the endpoint is here but cannot be listened at, and TimeoutError if it is unreachable.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class NodeRendezvous(RendezvousHandler):
         )
 
     def _rank_of(self, info: RendezvousInfo) -> int:
-        """Returns this node's rank in torch's order, with the node that holds the store moved to the front."""
+        """Returns this node's rank: torch's, after moving the node that holds the store to the front."""
         if self._node.holds_store:
             info.store.set("first_node", str(info.rank))
             return 0
@@ -146,7 +146,7 @@ class NodeRendezvous(RendezvousHandler):
         return self._inner.num_nodes_waiting()
 
     def get_run_id(self) -> str:
-        """Returns an id that is the same on all nodes, and stays when ranks are restarted."""
+        """Returns an id that is the same on all nodes, and does not change when ranks are restarted."""
         return f"{self._inner.get_run_id()}-{self._launch}"
 
     def shutdown(self) -> bool:

@@ -44,9 +44,9 @@ _RANK += "runpy.run_module('torchtitan.grpo_train', run_name='__main__', alter_s
 
 
 class _Agent(LocalElasticAgent):
-    """An agent that restarts no ranks after one has ended with a final status; torch has no setting for that.
+    """An agent that restarts no ranks once one has ended with a status in `FINAL_STATUSES`.
 
-    A run that a guard stopped is for the user to look at, and a full disk would still be full.
+    Restarts would not help: the user must look at a run that a guard stopped, and a full disk stays full.
     """
 
     def _monitor_workers(self, worker_group: Any) -> RunResult:
@@ -60,10 +60,10 @@ class _Agent(LocalElasticAgent):
 def run_ranks(
     arguments: list[str], num_ranks: int, stop_timeout_seconds: float, max_restarts: int = 0
 ) -> int:
-    """Runs ``torchtitan.grpo_train``; returns 0, a failed rank's status, or 128 plus a signal's number.
+    """Runs ``torchtitan.grpo_train``. Returns 0, a failed rank's status, or 128 plus a signal's number.
 
-    The first signal is passed on, and the ranks end in order within ``stop_timeout_seconds``. After a
-    failure, all ranks are started again, up to ``max_restarts`` times.
+    The first stop signal is passed on to the ranks, which end in an orderly way within
+    ``stop_timeout_seconds``. After a failure, all ranks are started again, up to ``max_restarts`` times.
     """
     local_rendezvous.register()
     return run_agent(
@@ -106,7 +106,7 @@ def run_agent(arguments: list[str], stop_timeout_seconds: float, **launch: Any) 
 
 
 def _pass_on_signals() -> None:
-    """Makes the first signal raise the exception on which the agent ends the ranks."""
+    """Makes the first stop signal raise the exception that has the agent end the ranks."""
     handled = stop_signals()
 
     def handle(signum: int, frame: FrameType | None) -> None:

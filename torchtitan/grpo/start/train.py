@@ -17,10 +17,10 @@ from torchtitan.grpo.config.job_config import JobConfig
 
 
 def choose_num_ranks(config: JobConfig, num_gpus: int, asked: int | None) -> int:
-    """Returns the number of training ranks; ConfigError if there are too few GPUs.
+    """Returns the number of training ranks. Raises ConfigError if there are too few GPUs.
 
-    ``asked`` decides if it is given, else a layout that fixes all degrees. Otherwise there is a rank for
-    each GPU that no launched server needs; without a GPU, there are as few as the layout allows.
+    ``asked`` takes precedence, and then a layout that fixes all degrees. Otherwise there is one rank per
+    GPU that no launched server needs or, without a GPU, as few ranks as the layout allows.
     """
     if asked is not None:
         if num_gpus and asked > num_gpus:
@@ -41,7 +41,7 @@ def choose_num_ranks(config: JobConfig, num_gpus: int, asked: int | None) -> int
 
 
 def ranks_of_layout(config: JobConfig) -> tuple[int, bool]:
-    """Returns the layout's smallest number of ranks, and whether no other number is possible."""
+    """Returns the smallest number of ranks that the layout allows, and whether it allows no other."""
     settings = config.parallelism
     degrees = (
         settings.data_parallel_replicate_degree,
@@ -55,7 +55,7 @@ def ranks_of_layout(config: JobConfig) -> tuple[int, bool]:
 
 
 def gpus_of_servers(config: JobConfig) -> int:
-    """Returns the number of GPUs that launched servers use alone, without training ranks."""
+    """Returns the number of GPUs that launched servers use and do not share with training ranks."""
     inference = config.inference
     if inference.device == "cpu" or not config.has_servers:
         return 0
@@ -73,7 +73,7 @@ _FLAGS = ("--dry-run", SETTINGS_FLAG)
 
 @dataclass
 class TrainArguments:
-    """``rest`` is for the ranks; ``counted`` is the option that gave ``num_ranks``, if any."""
+    """The command line of ``train``. ``rest`` is for the ranks. ``counted`` is the option of ``num_ranks``."""
 
     rest: list[str]
     num_ranks: int | None = None
@@ -108,14 +108,14 @@ def parse(arguments: list[str]) -> TrainArguments:
 
 
 def read_settings(parsed: TrainArguments) -> JobConfig:
-    """Returns the configuration, not checked; ConfigError for a wrong key or value."""
+    """Returns the configuration without further checks. Raises ConfigError for a wrong key or value."""
     is_dry = "--dry-run" in parsed.rest
     flags = _FLAGS if is_dry else ()
     return read_config([word for word in parsed.rest if word not in flags])
 
 
 def plan(parsed: TrainArguments) -> tuple[JobConfig, int, int]:
-    """Returns configuration, number of ranks, and number of visible GPUs; raises ConfigError."""
+    """Returns the configuration, the number of ranks, and the number of visible GPUs. Raises ConfigError."""
     config = read_settings(parsed)
     if config.job.config_file is None and not parsed.rest:
         raise ConfigError("A configuration must be named: torchtitan-grpo train X.toml.")
@@ -136,9 +136,9 @@ def plan(parsed: TrainArguments) -> tuple[JobConfig, int, int]:
 
 @contextmanager
 def as_trained(arguments: list[str]) -> Iterator[list[str]]:
-    """Yields the ranks' part of a command line, and sets ``WORLD_SIZE`` for the block as :func:`train` would,
-    unless the environment has it.
-    """
+    """Yields the ranks' part of a command line of ``train``.
+
+    Within the block, ``WORLD_SIZE`` is the number of ranks, unless it was set before."""
     parsed = parse(arguments)
     _, num_ranks, _ = plan(parsed)
     is_set = "WORLD_SIZE" in os.environ
@@ -151,7 +151,7 @@ def as_trained(arguments: list[str]) -> Iterator[list[str]]:
 
 
 def train(arguments: list[str]) -> int:
-    """Starts the training ranks here; returns the run's exit status. Raises ConfigError."""
+    """Runs the training ranks on this machine, and returns the run's exit status. Raises ConfigError."""
     parsed = parse(arguments)
     config, num_ranks, num_gpus = plan(parsed)
     if "--dry-run" not in parsed.rest:

@@ -4,9 +4,9 @@
 """Starts child processes. Neither they nor the processes that they start can outlive their owner.
 
 Every child has its own session, so Ctrl-C reaches only its owner, which shuts the child down. If the owner
-dies first, the kernel sends the child SIGTERM (on Linux). A program that leaves session and parent
+dies first, the kernel sends the child SIGTERM (on Linux). A descendant that leaves session and parent
 (``setsid``, a double fork) becomes a child of the process that called :func:`adopt_orphans` (on
-Linux). If that process was killed, the program is found by ``RUN_VARIABLE`` in its environment.
+Linux). If that process was killed, the descendant is found by ``RUN_VARIABLE`` in its environment.
 """
 
 import contextlib
@@ -55,7 +55,7 @@ def die_with_parent() -> None:
 
 
 def end_with_parent() -> None:
-    """Starts a thread that ends this process soon after its parent, another program, has ended."""
+    """Starts a thread that ends this process soon after its parent process has ended."""
     if _watches_parent.acquire(blocking=False):
         watch = threading.Thread(
             target=_watch_parent, args=(os.getppid(),), name="parent-watch", daemon=True
@@ -99,8 +99,8 @@ def start_child(
 ) -> subprocess.Popen:
     """Starts a child that ends with the calling thread; see :func:`die_with_parent`.
 
-    Its output is appended to ``log_file``, which only this user can read and whose size is limited.
-    Without ``log_file``, it goes where this process's output goes.
+    The child's output is appended to ``log_file``, which only this user can read and whose size is
+    limited. Without ``log_file``, the output goes where this process's output goes.
     """
     with contextlib.nullcontext() if log_file is None else open_log(log_file) as output:
         child = subprocess.Popen(
@@ -119,7 +119,7 @@ def start_child(
 
 
 def open_log(path: Path) -> IO[bytes]:
-    """Opens a log for appending that no other user can read, because it shows prompts and settings."""
+    """Opens a log for appending. No other user can read it, because it shows prompts and settings."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.fchmod(descriptor, 0o600)  # an earlier program may have made the file
     return open(descriptor, "ab")
@@ -128,7 +128,7 @@ def open_log(path: Path) -> IO[bytes]:
 def stop_children(children: Sequence[subprocess.Popen], grace_seconds: float = 3.0) -> None:
     """Sends SIGTERM to the sessions of all children, and SIGKILL when ``grace_seconds`` have passed.
 
-    Python's resource trackers are killed last, because they remove shared memory that others left behind.
+    Python's resource trackers are killed last, because they remove shared memory that the others leave behind.
     """
     for child in children:
         _signal_session(child, signal.SIGTERM)
@@ -151,7 +151,7 @@ def _signal_session(child: subprocess.Popen, signum: int) -> None:
 
 
 def _kill_all_but_trackers(child: subprocess.Popen) -> list[psutil.Process]:
-    """Kills a child's session except Python's resource trackers, which are returned."""
+    """Kills the processes of a child's session. Returns Python's resource trackers, which it spares."""
     trackers: list[psutil.Process] = []
     for pid in psutil.pids():
         with contextlib.suppress(OSError, psutil.Error):
@@ -189,7 +189,7 @@ def end_descendants() -> None:
 
 
 def end_marked(mark: str) -> None:
-    """Kills all processes of this user that were started with this ``RUN_VARIABLE``."""
+    """Kills all processes of this user that have the value ``mark`` of ``RUN_VARIABLE``."""
     _kill_all(
         lambda: [
             process.pid
@@ -211,7 +211,7 @@ def _kill_all(find: Callable[[], Iterable[int]]) -> None:
 
 
 def _reap_orphans() -> None:
-    """Reaps zombies of other sessions; asyncio reaps its own children at once."""
+    """Reaps adopted zombies, which are those of other sessions. asyncio reaps its own children."""
     seen = set[int]()
     while True:
         # Without the first question, it would look at all processes of a large machine each time.

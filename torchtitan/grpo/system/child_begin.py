@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The first program of a child process: sets its signal and limits, and then executes the child's command.
+"""Starts a child process: sets its limits and the signal at its parent's end, then executes its command.
 
     python -I -S child_begin.py PARENT SIGNAL LIMITS COMMAND...
 

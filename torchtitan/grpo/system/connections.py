@@ -3,8 +3,8 @@
 
 """Limits the connections of an HTTP server, which aiohttp and uvicorn do not do.
 
-A connection is closed if its headers are late. At the limit, an old connection is closed to make room for
-a new one. Servers in other environments use this module, so it needs only the standard library.
+A connection is closed if a request's headers are late. At the limit, an old connection is closed to make
+room for a new one. Servers in other Python environments use this module: it needs no other packages.
 """
 
 import asyncio
@@ -36,12 +36,12 @@ _BUSY = (
 
 
 def body_seconds(num_bytes: int, most: float = _BODY_SECONDS) -> float:
-    """Returns how long after a body's beginning more than ``num_bytes`` of it must have arrived."""
+    """Returns within how many seconds more than ``num_bytes`` of a request's body must have arrived."""
     return min(most, _BODY_GRACE_SECONDS + num_bytes / _SLOWEST_BYTES_PER_SECOND)
 
 
 def raise_descriptor_limit(max_connections: int) -> int:
-    """Raises the limit of open files as far as possible; returns how many connections fit."""
+    """Raises the limit of open files if needed. Returns how many of ``max_connections`` fit into it."""
     wanted = max_connections + _OTHER_DESCRIPTORS
     if (soft := raise_file_limit(wanted)) >= wanted:
         return max_connections
@@ -55,7 +55,7 @@ def raise_descriptor_limit(max_connections: int) -> int:
 
 
 def raise_file_limit(wanted: int) -> int:
-    """Raises the limit of open files as far as possible; returns it, at most ``wanted``."""
+    """Raises the limit of open files to ``wanted``, or as far as possible. Returns it, at most ``wanted``."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return wanted
@@ -83,12 +83,12 @@ class ConnectionLimits:
         return _LimitedProtocol(self, self._make_inner())
 
     def make_room(self, host: str) -> bool:
-        """Returns whether a new connection of ``host`` may be served; may close another one for it.
+        """Returns whether a new connection of ``host`` may be served, and may close another one for it.
 
-        At the limit, it closes the longest idle connection of the host that has the most idle ones;
-        connections with a key are closed only if all others are busy. If none is idle, it closes the
-        oldest busy one without a key, provided that its host has more of them than ``host``. So a host
-        can shut out only itself, and clients without a key cannot shut out those with one.
+        At the limit, this closes the longest idle connection of the host that has the most idle ones.
+        Connections with a key are closed only if all others are busy. If none is idle, this closes the
+        oldest busy one without a key, of the host with the most, if ``host`` has at least two fewer. So
+        a host can shut out only itself, and clients without a key cannot shut out those with one.
         """
         if self.num_open < self.max_connections:
             return True
@@ -108,7 +108,7 @@ class ConnectionLimits:
         by_host.setdefault(connection.host, {})[connection] = None
 
     def forget(self, connection: "_LimitedProtocol") -> None:
-        """Stops counting a connection. Further calls do nothing."""
+        """Stops counting a connection. Does nothing if that is not counted."""
         if connection.place is None:
             return
         by_host, connection.place = self._open[connection.place], None
@@ -124,7 +124,7 @@ class ConnectionLimits:
 
 @contextmanager
 def answering(*, has_key: bool = False) -> Iterator[None]:
-    """Marks as busy the connection of the request that the current task answers."""
+    """Marks a connection as busy during the block, in which the current task answers its request."""
     connection = _connection.get()
     if connection is None:  # the server is not behind limits
         yield
@@ -137,7 +137,7 @@ def answering(*, has_key: bool = False) -> Iterator[None]:
 
 
 class _LimitedProtocol(asyncio.Protocol):
-    """Passes everything on to the serving protocol, once the connection is accepted."""
+    """A connection's protocol. If the limits allow the connection, passes everything to the inner protocol."""
 
     def __init__(self, limits: ConnectionLimits, inner: Any) -> None:
         self._limits, self._inner = limits, inner

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""How processes that compute on CPUs share the cores of a machine."""
+"""Shares the cores of a machine among processes that compute on CPUs."""
 
 import os
 import sys
@@ -11,11 +11,11 @@ _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 def share_cores(num_processes: int) -> None:
-    """Sets the number of threads of each of ``num_processes`` that will be started on this machine.
+    """Sets environment variables for ``num_processes`` about to be started, each with its share of threads.
 
     Other child processes, such as inference servers, inherit the same number. There may be more threads
-    than cores, so threads sleep while they wait for each other. Variables that the environment already has
-    are kept. Where there is a GPU, nothing is set.
+    than cores, so threads sleep while they wait for each other. Variables that are already set are kept.
+    Where there is a GPU, nothing is set.
     """
     import torch  # not every process that counts cores needs it
 

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""How fast this CPU multiplies matrices in bfloat16."""
+"""Measures how fast this CPU multiplies matrices in bfloat16."""
 
 import functools
 import time
@@ -23,8 +23,8 @@ _REPETITIONS = 6
 def bfloat16_speedup() -> float:
     """Returns how many times faster this CPU multiplies matrices in bfloat16 than in float32.
 
-    A CPU or a virtual machine may have bfloat16 instructions that are slow. The speedup is therefore measured
-    once in a process, for some tens of milliseconds on one thread. A CPU without such instructions has 1.0.
+    The bfloat16 instructions of a CPU or a virtual machine may be slow. The speedup is therefore measured
+    once per process, for some tens of milliseconds on one thread. It is 1.0 without such instructions.
     One process must decide for all, because others may measure a value on the other side of :data:`FAST`.
     """
     words = _CPU_INFO.read_text().split() if _CPU_INFO.is_file() else []  # only Linux has it
@@ -39,7 +39,7 @@ def bfloat16_speedup() -> float:
 
 
 def _measured() -> float:
-    """Compares the fastest repetition of each dtype, which other load on the machine disturbs the least."""
+    """Measures the speedup. Compares each dtype's fastest repetition, which other load disturbs the least."""
     inputs, weight = torch.ones(_TOKENS, _IN), torch.ones(_OUT, _IN)
     operands = [(inputs.to(dtype), weight.to(dtype)) for dtype in (torch.float32, torch.bfloat16)]
     fastest = [float("inf")] * 2

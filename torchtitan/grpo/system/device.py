@@ -1,9 +1,9 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Differences between CPU and CUDA, with all workarounds that CPU and gloo need.
+"""Handles differences between CPU and CUDA, with all workarounds that CPU and gloo need.
 
-Torchtitan's modules assume CUDA as they are imported: call :func:`settle_device` before.
+Torchtitan's modules assume CUDA when they are imported, so call :func:`settle_device` first.
 """
 
 import ctypes
@@ -61,14 +61,14 @@ def settle_device() -> DeviceType:
 
 
 def count_allocation_retries() -> int:
-    """Returns how often this rank's GPU had no memory left, so that cached blocks were freed; 0 on a CPU."""
+    """Returns how often this rank's GPU ran out of memory and freed cached blocks. Returns 0 on a CPU."""
     return torch.cuda.memory_stats().get("num_alloc_retries", 0) if torch.cuda.is_available() else 0
 
 
 def take_peak_gib() -> float:
     """Returns the peak of the memory reserved on this rank's GPU since the last call, in GiB.
 
-    On a CPU, it is the peak of the process since its start, because the kernel keeps only that one.
+    On a CPU, returns the process's peak since its start, because the kernel keeps no other.
     """
     if torch.cuda.is_available():
         peak = torch.cuda.max_memory_reserved()
@@ -83,8 +83,8 @@ def take_peak_gib() -> float:
 def choose_interfaces() -> None:
     """Makes process groups use the interface that leads to the other nodes, or loopback on one node.
 
-    Call it before they are created. By default, gloo uses the address of this host's name, and NCCL the
-    first suitable interface; neither need connect the nodes. The user's settings stay.
+    Call this before groups are created. By default, gloo uses the address of this host's name, and NCCL
+    the first suitable interface, which may not connect the nodes. The user's settings are kept.
     """
     if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback_interface())
@@ -106,7 +106,7 @@ def disable_fsdp_gradient_division(model: nn.Module) -> None:
 
 
 def prepare_fsdp_for_gloo(model: nn.Module) -> None:
-    """Makes FSDP2 use plain sums, because gloo lacks PREMUL_SUM; the divide factor is 1 anyway."""
+    """Makes FSDP2 reduce with plain sums, because gloo lacks PREMUL_SUM. The divide factor must be 1."""
     from torch.distributed.fsdp import FSDPModule
 
     for module in model.modules():
@@ -115,7 +115,9 @@ def prepare_fsdp_for_gloo(model: nn.Module) -> None:
 
 
 def lower_timeouts(dims: "ParallelDims", timeout_seconds: float) -> None:
-    """Does the same as upstream's ``set_pg_timeouts``, without a device index. Collective over all ranks."""
+    """Sets the timeout of all process groups, as torchtitan's ``set_pg_timeouts`` does, also on a CPU.
+
+    Collective over all ranks."""
     groups = [mesh.get_group() for mesh in dims.get_all_one_dimensional_meshes().values()]
     # No rank may use the shorter timeout while another is still in the slow first step.
     dist.barrier()
@@ -127,7 +129,9 @@ def lower_timeouts(dims: "ParallelDims", timeout_seconds: float) -> None:
 
 
 def visible_gpus() -> list[str]:
-    """Returns this machine's GPUs as in ``CUDA_VISIBLE_DEVICES``. Training ranks use the first ones."""
+    """Returns the names of this machine's visible GPUs, as in ``CUDA_VISIBLE_DEVICES``.
+
+    Training ranks use the first ones."""
     if not torch.cuda.is_available():
         return []
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -141,10 +145,10 @@ def num_training_gpus() -> int:
 
 
 def new_stream(device: torch.device) -> torch.cuda.Stream:
-    """Returns a stream that nothing else uses, for the life of the process.
+    """Returns a new stream that nothing else uses. It exists until the process ends.
 
-    ``torch.cuda.Stream()`` hands out 32 streams in turn, also to NCCL, and work of different users on one
-    stream is serialized (``c10/cuda/CUDAStream.h``).
+    ``torch.cuda.Stream()`` hands out the same 32 streams in turn, also to NCCL. Unrelated work that shares
+    a stream would be serialized (``c10/cuda/CUDAStream.h``).
     """
     return torch.cuda.ExternalStream(_create_stream(device), device=device)
 

@@ -1,10 +1,10 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The environment of launched servers and the rollout process, without variables of a rank and without keys.
+"""Makes the environment of launched servers and the rollout process, without a rank's variables and keys.
 
-All other variables are passed on, because those that clusters set (for modules, caches, networks and
-schedulers) cannot be listed.
+All other variables are passed on: those that clusters set for modules, caches, networks and schedulers
+are too many to list.
 """
 
 import re
@@ -28,7 +28,7 @@ _PROXY = re.compile(r"_proxy$", re.IGNORECASE)  # needed, even if the address ho
 
 
 def without_keys(environ: Mapping[str, str], own: Collection[str] = ()) -> dict[str, str]:
-    """Returns the variables for a child. Those that match a pattern in ``own`` are always kept."""
+    """Returns a child's variables, without a rank's and those that may hold keys. Keeps patterns in ``own``."""
     return {
         name: value
         for name, value in environ.items()

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Recognizes what a file is that should be UTF-8 text (with or without byte-order mark) and is not."""
+"""Recognizes the format of files that should be UTF-8 text (with or without byte-order mark) but are not."""
 
 import codecs
 import re
@@ -38,7 +38,7 @@ _NEW = "NEW_FILE"
 
 
 def other_format(content: bytes, path: str) -> str | None:
-    """Says what ``content``, a part of a file, is instead of UTF-8 text, and how to convert it."""
+    """Says what a part of a file is instead of UTF-8 text, and how to convert it. None if it is UTF-8."""
     names = {"path": shlex.quote(path), "new": _NEW}
     for beginning, what, remedy in _BEGINNINGS:
         if content.startswith(beginning):
@@ -63,7 +63,7 @@ def other_format(content: bytes, path: str) -> str | None:
 
 
 def not_json_lines(line: bytes, path: str, *, is_first: bool) -> str | None:
-    """Says why a line is not JSON, and what to do. Returns None where a parser's message is good enough."""
+    """Says why a line is not JSON, and what to do. Returns None if a parser's own message is good enough."""
     text = line.strip()
     if found := other_format(text, path):
         return found

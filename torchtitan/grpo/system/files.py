@@ -4,7 +4,7 @@
 """Reads only regular files, and writes files whole or not at all.
 
 Reading a pipe waits for a writer that may never come, and reading a device may never end. Some files in
-``/proc`` and ``/sys`` are the same. ``sums_<name>.json`` holds sizes and checksums of files beside it.
+``/proc`` and ``/sys`` behave like that. ``sums_<name>.json`` holds sizes and checksums of files beside it.
 """
 
 import contextlib
@@ -32,19 +32,19 @@ Sums = dict[str, tuple[int, int]]
 
 
 class NotRegularError(OSError):
-    """A path must not be opened as a file, for the reason in the message."""
+    """A path must not be opened, because it is not a regular file. The message says what it is."""
 
     def __str__(self) -> str:
         return f"{self.filename}: {self.strerror}"
 
 
 def check_regular(path: str | os.PathLike[str]) -> None:
-    """Refuses a pipe, a device or a directory, without opening it."""
+    """Raises NotRegularError if a path is a pipe, a device or a directory, without opening it."""
     _refuse(path, os.stat(path).st_mode)
 
 
 def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
-    """Opens a regular file for reading, and never waits for a writer."""
+    """Opens a regular file for reading. Raises NotRegularError for other paths, such as pipes."""
     check_regular(path)
     # Another file may have taken its place by now, and opening a pipe would wait.
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -62,9 +62,9 @@ def read_regular(path: str | os.PathLike[str]) -> bytes:
 
 
 def check_folder(folder: str | os.PathLike[str], *, below: bool = False) -> None:
-    """Raises NotRegularError if a folder holds other than regular files; a missing folder passes.
+    """Raises NotRegularError if a folder holds other than regular files. A missing folder passes.
 
-    ``below`` checks its subfolders as well.
+    With ``below``, its subfolders are checked as well.
     """
     for parent, folders, files in os.walk(folder):
         for name in files:
@@ -109,7 +109,7 @@ def write_whole(file: Path, content: bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes the entries of a folder durable, so that new names survive a crash of the machine."""
+    """Flushes a folder to disk, so that the names of new files survive a crash of the machine."""
     with contextlib.suppress(OSError):  # not every system can
         descriptor = os.open(folder, os.O_RDONLY)
         try:
@@ -123,7 +123,7 @@ def write_sums(file: Path, sums: Sums) -> None:
 
 
 def read_sums(folder: Path) -> Sums:
-    """Returns all checksums of a folder; raises ValueError if a file of checksums is damaged."""
+    """Returns all checksums of a folder. Raises ValueError if a file of checksums is damaged."""
     sums: Sums = {}
     for file in sorted(folder.glob("sums_*.json")):
         try:
@@ -145,10 +145,10 @@ def damaged_files(
     *,
     is_wanted: Callable[[str, int], bool] = lambda name, size: True,
 ) -> Iterator[str]:
-    """Yields the names of files whose content differs from what was written.
+    """Yields the names of files whose content differs from their checksums.
 
-    Looks only at part ``share`` of ``num_shares``, so that ranks can divide the work. ``is_wanted`` gets
-    name and size of each file. A folder without checksums counts as undamaged.
+    Checks only share number ``share`` of ``num_shares``, so that ranks can divide the work, and only files
+    whose name and size ``is_wanted`` accepts. A folder without checksums counts as undamaged.
     """
     try:
         sums = read_sums(folder)
