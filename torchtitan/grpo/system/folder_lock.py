@@ -3,12 +3,12 @@
 
 """A lock on a folder for the life of a process, on local disks and on those that hosts share.
 
-The holder keeps the kernel's lock (``flock``) on a file that names it, and updates the file's time
-every few seconds as a sign of life. Whoever finds the file decides so:
+The holder keeps the kernel's lock (``flock``) on a file with the holder's name, and updates the file's
+time every few seconds as a sign of life. A process that finds the file decides whether it is in use:
 
-    the kernel's lock is held by another       held, also if its process is stopped
-    free, holder of this boot of this machine  over: the kernel has seen the process end
-    free, holder of another machine or boot    held while signs of life come, over once they have stopped:
+    the kernel's lock is held by another       in use, even if the holder's process is suspended
+    free, holder of this boot of this machine  not in use: the kernel has seen the process end
+    free, holder of another machine or boot    in use until the signs of life have stopped, because
                                                not every file system locks across hosts
     the file system has no locks               as in the line above
 
@@ -59,10 +59,10 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 class Holder(msgspec.Struct, frozen=True):
-    """What a lock's file says of its holder; all fields are empty if the file is damaged.
+    """The process that holds a lock, as the lock's file names it. All fields are empty if that is damaged.
 
-    ``launch`` names the launch of the run, and is the same after a restart of the process by its
-    launcher. ``token`` is random and differs between processes.
+    ``launch`` is the id of the run's launch, which stays the same when a launcher restarts the process.
+    ``token`` is random and differs between processes.
     """
 
     host: str = ""
@@ -79,13 +79,13 @@ class Holder(msgspec.Struct, frozen=True):
 
 
 class FolderInUse(RunError):
-    """Another process, which the message names, has the folder."""
+    """Another process uses the folder. The message names it."""
 
     exit_status = 1  # later it may be free
 
 
 class FolderLock:
-    """Lock of one folder: a file in it that exists until the release.
+    """The lock of one folder: a file in the folder that exists until the release.
 
     ``setting`` is what messages to the user call the folder.
     """
@@ -105,10 +105,10 @@ class FolderLock:
         self._last_heard, self._is_heard = 0.0, False
 
     def acquire(self, patience_seconds: float, tell: Callable[[str], None]) -> None:
-        """Takes the lock; raises FolderInUse if another process still has it after ``patience_seconds``.
+        """Takes the lock. Raises FolderInUse if another process still has it after ``patience_seconds``.
 
-        Calls ``tell`` with a message before it waits. If the holder may have ended, it waits until a
-        sign of life arrives or ``SILENCE_SECONDS`` are over. Raises OSError if the file cannot be used.
+        Calls ``tell`` with a message before it waits. If the holder may have ended, waits until a sign of
+        life arrives or ``SILENCE_SECONDS`` are over. Raises OSError if the file cannot be used.
         """
         # While it is open, no other folder gets its number.
         self._folder = os.open(self.file.parent, os.O_RDONLY | os.O_DIRECTORY)
@@ -124,7 +124,7 @@ class FolderLock:
             time.sleep(_POLL_SECONDS)
 
     def _attempt(self) -> tuple[Holder, bool] | None:
-        """Takes the lock, or returns its holder and whether that process is surely alive."""
+        """Takes the lock, or returns its holder and whether the holder is surely alive."""
         descriptor = os.open(self.file, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o666)
         try:
             status = os.fstat(descriptor)
@@ -158,7 +158,7 @@ class FolderLock:
                 os.close(descriptor)
 
     def _is_silent(self, holder: Holder | None, status: os.stat_result) -> bool:
-        """Returns whether the file is very old, or has not changed for long by this process's own clock."""
+        """Returns whether the holder gives no signs of life: the file is very old, or has long not changed."""
         now, sign = time.monotonic(), (holder, status.st_ino, status.st_mtime_ns)
         if sign != self._last_sign:
             self._is_heard = self._last_sign is not None
@@ -167,7 +167,9 @@ class FolderLock:
         return is_old or now - self._last_heard >= SILENCE_SECONDS
 
     def _is_unreachable(self, holder: Holder | None) -> bool:
-        """Returns whether a file server may keep the lock for a lost host of the same launch."""
+        """Returns whether a holder of the same launch was on another host or boot, which may be lost.
+
+        A file server may keep the kernel's lock of a lost host."""
         if holder is None or holder.launch is None or holder.boot == self._own.boot:
             return False
         return holder.launch == self._own.launch
@@ -190,7 +192,7 @@ class FolderLock:
         )
 
     def beat(self) -> str | None:
-        """Gives a sign of life. Returns why this process no longer holds the folder, or None if it does."""
+        """Gives a sign of life. Returns why this process has lost the folder, or None if it still holds it."""
         with contextlib.suppress(OSError):
             if not _is_same(self.file.parent, self._folder):
                 return (
@@ -235,7 +237,7 @@ def peek(file: Path) -> Holder | None:
 
 
 def living_holder(file: Path) -> Holder | None:
-    """Returns the holder that a lock seems to have, found without taking the lock or waiting."""
+    """Returns who seems to hold a lock, or None. Neither takes the lock nor waits."""
     try:
         with _opened(file) as descriptor:
             holder, locked = _read_holder(descriptor), _try_flock(descriptor, fcntl.LOCK_SH)
@@ -269,7 +271,7 @@ def _read_holder(descriptor: int) -> Holder | None:
 
 
 def _try_flock(descriptor: int, mode: int = fcntl.LOCK_EX) -> bool | None:
-    """Tries to take the kernel's lock; returns whether it did, or None if the file system has no locks."""
+    """Tries to take the kernel's lock. Returns whether that worked, or None if the file system has no locks."""
     try:
         fcntl.flock(descriptor, mode | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -282,7 +284,7 @@ def _try_flock(descriptor: int, mode: int = fcntl.LOCK_EX) -> bool | None:
 
 
 class HeldFolders:
-    """Locks of this process, and the thread that gives their signs of life.
+    """The folder locks of this process, and the thread that gives signs of life for them.
 
     If a lock is lost, that thread calls ``on_lost`` with a message.
     """

@@ -32,11 +32,11 @@ _OUTSIDE_STATUS = {401, 402, 407, 408, 425, 429, *range(500, 600)}  # a key or q
 
 
 def load_function(path: str, what: str, builtin: Iterable[str]) -> Callable[..., Any]:
-    """Returns the user's function or class. Raises ValueError if there is none.
+    """Returns the user's function or class. Raises ValueError if it cannot be loaded.
 
     ``path`` is ``package.module:function``, ``package.module.function`` or
-    ``path/to/file.py:function``. The message of the error begins with ``what``; for a malformed
-    ``path`` it lists the functions ``builtin`` as well.
+    ``path/to/file.py:function``. The error's message begins with ``what``. For a malformed ``path``,
+    the message also lists the ``builtin`` functions.
     """
     subject = f"{what} {path!r}"
     module_name, name = split_path(path, what, builtin)
@@ -56,13 +56,13 @@ def load_function(path: str, what: str, builtin: Iterable[str]) -> Callable[...,
 
 
 def find_neighbours() -> None:
-    """Makes modules of the current folder importable. Installed modules of the same name come first."""
+    """Makes modules in the current folder importable. Installed modules of the same name take precedence."""
     if (folder := os.getcwd()) not in sys.path:
         sys.path.append(folder)
 
 
 def split_path(path: str, what: str, builtin: Iterable[str]) -> tuple[str, str]:
-    """Splits a path into module (or file) and function; see :func:`load_function`."""
+    """Splits a function's path into module (or file) and function name; see :func:`load_function`."""
     module_name, mark, name = path.rpartition(":")
     if not mark:
         module_name, mark, name = path.rpartition(".")
@@ -94,7 +94,7 @@ def chain_of(error: BaseException) -> Iterator[BaseException]:
 
 
 def failure_kind(error: BaseException) -> str:
-    """Names an exception of the user's code; begins with "outside" if a service or this machine is a cause."""
+    """Names an exception of the user's code, after "outside" if a service or this machine may be a cause."""
     is_outside = any(map(_is_outside, chain_of(error)))
     return f"{'outside: ' if is_outside else 'raised '}{type(error).__name__}"
 
@@ -110,7 +110,7 @@ def _is_outside(error: BaseException) -> bool:
 
 
 def code_holder(function: Callable[..., Any]) -> Any:
-    """Returns the code behind a callable: unwraps partial functions, and takes an object's ``__call__``."""
+    """Returns the function or class behind a callable: that of a partial, or an object's ``__call__``."""
     while isinstance(function, functools.partial):
         function = function.func
     if inspect.isroutine(function) or isinstance(function, type):
@@ -119,7 +119,7 @@ def code_holder(function: Callable[..., Any]) -> Any:
 
 
 def user_line(error: BaseException, function: Callable[..., Any] | None = None) -> str:
-    """Describes the last line in the traceback that is in the function's own file, or else in any file."""
+    """Describes where user code failed: the traceback's last line in the function's file, or else in any."""
     found = traceback.extract_tb(error.__traceback__)
     frames = [f for f in found if not f.filename.startswith("<frozen") and f.filename != __file__]
     code = getattr(inspect.unwrap(code_holder(function)), "__code__", None) if function else None

@@ -1,9 +1,9 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Process groups of whatever communicates beside the training step, and rank 0's address.
+"""Makes process groups for what communicates beside the training step, and finds rank 0's address.
 
-Two threads must not issue collectives on one communicator.
+Each gets its own group, because two threads must not issue collectives on one communicator.
 """
 
 import os
@@ -20,7 +20,7 @@ from torchtitan.grpo.system.network import source_address
 def new_group(
     description: str, backend: str, timeout_seconds: float, ranks: Sequence[int] | None = None
 ) -> dist.ProcessGroup:
-    """Returns a group of all or some ranks. Collective over all, members or not, in the same order."""
+    """Returns a group of all or some ranks. All ranks, members or not, must make groups in the same order."""
     # A rank that is not a member gets a placeholder, which it never uses.
     return dist.new_group(  # pyright: ignore[reportReturnType]
         list(ranks) if ranks is not None else None,
@@ -31,7 +31,7 @@ def new_group(
 
 
 def leader_address() -> str:
-    """The address of rank 0 for other ranks: loopback if all are on one host."""
+    """Returns the address at which other ranks reach rank 0: loopback if all are on one host."""
     address = os.environ.get("MASTER_ADDR")  # not there without torchrun
     if address is None or os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
         return "127.0.0.1"
@@ -39,7 +39,7 @@ def leader_address() -> str:
 
 
 def route_address(setting: str, server_url: str) -> str:
-    """Resolves ``weight_sync.master_address``: "auto" is this host's address on the route to a server."""
+    """Resolves ``weight_sync.master_address``. "auto" means this host's address on the route to a server."""
     if setting != "auto":
         return setting
     url = urlsplit(server_url)
@@ -49,7 +49,7 @@ def route_address(setting: str, server_url: str) -> str:
 def listening_store(
     address: str, world_size: int | None, timeout_seconds: float, port: int = 0
 ) -> dist.TCPStore:
-    """Returns a store that listens at an address, on a free port for 0; raises OSError if it cannot."""
+    """Returns a store that listens at an address. Port 0 takes a free one. Raises OSError if that fails."""
     family, _, _, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     listener = socket.create_server(target[:2], family=family)
     return dist.TCPStore(

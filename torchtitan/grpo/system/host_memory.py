@@ -3,9 +3,9 @@
 
 """Free host memory, pinned memory, and slots of memory that the ranks of a host share.
 
-Shared memory is an anonymous file (``memfd``), which has no name to leave behind and is freed with
-the last process that has it mapped. All pages are touched when it is made or mapped. Otherwise the
-first copy into a slot would fault in every page, which takes many times as long as a later copy.
+Shared memory is an anonymous file (``memfd``), which leaves no name behind and is freed when the last
+process that has it mapped ends. All pages are touched when it is made or mapped. Otherwise the first
+copy into a slot would fault in every page, which takes many times as long as a later copy.
 """
 
 import mmap
@@ -28,7 +28,7 @@ _SECRET_BYTES = 16
 
 
 def available_bytes(cgroup: Path = _CGROUP) -> int:
-    """Returns free bytes within the container's limit (cgroup v2); cached files are free."""
+    """Returns the free bytes within the container's limit (cgroup v2). Cached files count as free."""
     free = psutil.virtual_memory().available
     try:
         limit = (cgroup / "memory.max").read_text().strip()
@@ -71,9 +71,9 @@ def own_memory(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class SlotOffer:
-    """What another rank of this host needs to map this rank's slots, which follow each other in a file.
+    """What another rank of this host needs to map this rank's slots, which lie one after another in a file.
 
-    On another host ``path`` may name a different file. So the right one ends with ``secret``.
+    On another host, ``path`` may name a different file. Therefore the right file ends with ``secret``.
     """
 
     path: str
@@ -86,13 +86,13 @@ class SlotOffer:
         return self.slot_bytes * self.num_slots + _SECRET_BYTES
 
     def slots_in(self, memory: mmap.mmap) -> list[torch.Tensor]:
-        """Returns each slot as a [slot_bytes] uint8 tensor, which keeps the memory mapped."""
+        """Returns the slots as uint8 tensors [slot_bytes], which keep the memory mapped."""
         flat = torch.frombuffer(memory, dtype=torch.uint8)
         return list(flat[:-_SECRET_BYTES].split(self.slot_bytes))
 
 
 class SharedSlots:
-    """New shared slots, [slot_bytes] uint8 tensors of zeros, and the ``offer`` for ranks that map them."""
+    """New slots of shared memory, uint8 zeros [slot_bytes]. Other ranks map them with the ``offer``."""
 
     def __init__(self, slot_bytes: int, num_slots: int) -> None:
         self._file = os.memfd_create("grpo-snapshot-slots")
@@ -115,7 +115,7 @@ class SharedSlots:
 
 
 def attach(offer: SlotOffer) -> list[torch.Tensor] | None:
-    """Maps the slots of another rank; ``None`` if host, container or user differ."""
+    """Maps the slots of another rank. Returns None if its host, container or user differs from this rank's."""
     try:
         file = os.open(offer.path, os.O_RDWR)
     except OSError:

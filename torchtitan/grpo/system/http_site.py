@@ -33,9 +33,9 @@ async def answered(request: web.Request, handler: _Handler) -> web.StreamRespons
 
 
 class HttpSite:
-    """Serves an application at an address. Handlers must run inside :func:`.connections.answering`.
+    """Serves an application at an address. Its handlers must run inside :func:`.connections.answering`.
 
-    ``options`` are those of aiohttp's runner. The site may be closed at any time.
+    ``options`` are those of aiohttp's ``AppRunner``. The site may be closed at any time.
     """
 
     def __init__(self, app: web.Application, **options: Any) -> None:
@@ -51,7 +51,7 @@ class HttpSite:
         header_seconds: float = HEADER_SECONDS,
         backlog: int = 128,
     ) -> tuple[str, int]:
-        """Listens, on a free port for port 0; returns host and port. Raises OSError if it cannot."""
+        """Starts to listen. Returns host and port, where port 0 takes a free one. Raises OSError on failure."""
         await self._runner.setup()
         assert self._runner.server is not None, "it was set up"
         server_logger.addFilter(_without_contents)
@@ -67,7 +67,7 @@ class HttpSite:
 
 
 async def read_body(request: web.Request, max_bytes: int) -> bytes:
-    """Returns a body; raises HTTPRequestTimeout or HTTPRequestEntityTooLarge."""
+    """Returns a request's body. Raises HTTPRequestTimeout or HTTPRequestEntityTooLarge."""
     begun, body = asyncio.get_running_loop().time(), bytearray()
     try:
         while True:
@@ -83,7 +83,7 @@ async def read_body(request: web.Request, max_bytes: int) -> bytes:
 
 
 def _without_contents(record: logging.LogRecord) -> bool:
-    """Filters the log: counts malformed requests instead of showing them, as they may hold a key."""
+    """A log filter that counts malformed requests instead of showing them, because they may hold a key."""
     if not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError)):
         return True
     number, record.exc_info = next(_num_malformed), None

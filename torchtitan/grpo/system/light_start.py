@@ -5,8 +5,8 @@
 
     python .../torchtitan/grpo/system/light_start.py torchtitan.grpo.rollout.process ARGS...
 
-``import torchtitan`` imports torch and its compiler, several seconds of a core. An empty package
-stands in its place, with the same paths. (``-m`` would import torchtitan itself first.)
+``import torchtitan`` imports torch and its compiler, which takes a core several seconds. Here, an empty
+package with the same paths takes its place. (``python -m`` would import torchtitan itself first.)
 """
 
 import os
@@ -29,7 +29,7 @@ LIGHT_PYTHON = (sys.executable, str(Path(__file__).resolve()))
 
 
 def install_bare_package() -> None:
-    """Puts a ``torchtitan`` without ``__init__`` into ``sys.modules``, unless one is there."""
+    """Puts a package ``torchtitan`` without ``__init__`` into ``sys.modules``, unless it is there already."""
     if "torchtitan" in sys.modules:
         return
     paths = [str(Path(__file__).resolve().parents[2])]

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Keeps the logs of child processes, opened for appending, within a size.
+"""Limits the size of child processes' logs, which must be open for appending.
 
 A thread empties a log that is too large, after copying its newest part to ``NAME.1`` beside it.
 """
@@ -38,7 +38,7 @@ class LogLimit:
                 self._thread.start()
 
     def remove(self, pid: int) -> None:
-        """Checks the log of a child for the last time, as the child has ended. Further calls do nothing."""
+        """Checks the log of a child that has ended for the last time. Further calls do nothing."""
         with self._lock:
             log = self._logs.pop(pid, None)
             if log is not None:
@@ -76,7 +76,7 @@ class LogLimit:
 
 
 def _copy_end(log: Path, kept: Path, size: int) -> None:
-    """Copies the newest ``MAX_LOG_BYTES`` of a log, and what is added meanwhile, readable only by this user."""
+    """Copies the newest ``MAX_LOG_BYTES`` of a log, and what is added meanwhile, for this user only."""
     kept.unlink(missing_ok=True)
     descriptor = os.open(kept, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with log.open("rb") as source, open(descriptor, "wb") as target:

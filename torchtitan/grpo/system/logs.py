@@ -14,7 +14,7 @@ logger = logging.getLogger()
 
 
 def init_logger() -> None:
-    """Writes to standard output in torchtitan's format, in place of all other handlers."""
+    """Makes the root logger write to standard output in torchtitan's format, and nowhere else."""
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(
         logging.Formatter("[titan] %(asctime)s - %(name)s - %(levelname)s - %(message)s")
@@ -25,7 +25,7 @@ def init_logger() -> None:
 
 
 class _LastingFile(io.FileIO):
-    """A file that drops output which it cannot write: a terminal or reader is gone or slow, or a disk full."""
+    """A file that drops what it cannot write, as when its reader is gone or slow, or the disk is full."""
 
     def write(self, data: Any, /) -> int:
         with contextlib.suppress(OSError):
@@ -34,7 +34,7 @@ class _LastingFile(io.FileIO):
 
 
 def outlive_readers() -> None:
-    """Makes prints of this process never fail, so that a run does not depend on who reads its output."""
+    """Keeps prints of this process from ever failing, so that a run does not depend on its output's reader."""
     for name in ("stdout", "stderr"):
         with contextlib.suppress(OSError, AttributeError):  # closed, or no file
             old = getattr(sys, name)

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Identity, addresses and interfaces of this host, and which of them lead to another host."""
+"""Finds identity, addresses and interfaces of this host, and which of them lead to another host."""
 
 import contextlib
 import ipaddress
@@ -47,12 +47,12 @@ def source_address(host: str, port: int) -> str:
 
 
 def default_address() -> str:
-    """Returns the address on the default route; raises OSError if there is none."""
+    """Returns this host's address on the default route. Raises OSError if there is no such route."""
     return source_address(_SOMEWHERE, 9)
 
 
 def interface_of(address: str) -> str | None:
-    """Returns the interface that has an address; all of 127.0.0.0/8 is loopback."""
+    """Returns this host's interface with an address, or None. All of 127.0.0.0/8 is loopback's."""
     is_local = is_loopback(address) and address != "::1"
     for name, addresses in _addresses(socket.AF_INET, socket.AF_INET6).items():
         if any(own == address or (is_local and own.startswith("127.")) for own in addresses):
@@ -61,7 +61,7 @@ def interface_of(address: str) -> str | None:
 
 
 def address_of(interface: str) -> str:
-    """Returns an interface's address, IPv4 before IPv6; raises ValueError, which lists usable interfaces."""
+    """Returns an interface's address, preferably IPv4. Raises ValueError, which lists usable interfaces."""
     usable = _addresses(socket.AF_INET6) | _addresses(socket.AF_INET)
     if interface not in usable:
         listed = ", ".join(f"{name} ({own[0]})" for name, own in sorted(usable.items()))

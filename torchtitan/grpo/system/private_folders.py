@@ -1,12 +1,12 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Temporary folders of processes. Folders that killed processes left are removed when a new one is made.
+"""Temporary folders of processes. Making one also removes those that killed processes left behind.
 
-Each process holds a lock on its folder, which the kernel releases when the process ends. (Its process
-number would not do, because it means nothing in another container.) Programs such as SGLang leave files
-with random names in shared memory. These are noted in the folder (:func:`note_held`), and are removed
-together with it, unless a process still uses them.
+Each process holds a lock on its folder, which the kernel releases when the process ends. (A process id
+would not do, because it means nothing in another container.) Programs such as SGLang leave files with
+random names in shared memory. :func:`note_held` notes these in the folder. They are removed together
+with the folder, unless a process still uses them.
 """
 
 import contextlib
@@ -68,7 +68,7 @@ def _remove_left_behind(parent: Path) -> None:
 
 
 def _is_locked(folder: Path) -> bool:
-    """Whether a living process holds a folder's lock, or the file system has no locks."""
+    """Whether a folder may be in use: a process holds its lock, or the file system has no locks."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -80,10 +80,10 @@ def _is_locked(folder: Path) -> bool:
 
 
 def note_held(session: int, folder: Path) -> None:
-    """Adds the shared memory that a session's processes use now to the notes in ``folder``.
+    """Notes in ``folder`` the shared memory that a session's processes use now, for later removal.
 
-    Also adds Python's semaphores that are younger than the session and that no process uses: vLLM and
-    SGLang leave such ones. In a container it leaves them out, because it cannot see who else uses them.
+    Also notes Python semaphores younger than the session that no process uses, which vLLM and SGLang leave
+    behind. In a container, these are left out, because processes outside that use them cannot be seen.
     """
     # The files are listed before the processes, so that a file that is made meanwhile is not noted.
     files, young = _files(), _semaphores_since(session)
@@ -122,14 +122,14 @@ def remove_noted(folder: Path) -> None:
 
 
 def sees_all_processes() -> bool:
-    """Returns whether /proc lists all processes of this machine: not in a container."""
+    """Returns whether /proc lists all processes of this machine, which it does not in a container."""
     with contextlib.suppress(OSError):
         return os.stat("/proc/self/ns/pid").st_ino == _ALL_PROCESSES
     return False
 
 
 def _semaphores_since(session: int) -> set[str]:
-    """This user's semaphores of Python that were made after a session's first process."""
+    """Returns the names of this user's Python semaphores that are younger than a session."""
     with contextlib.suppress(OSError, IndexError):
         # psutil's time of creation may be off by a second: it counts from a rounded time of the boot.
         ticks = int(Path(f"/proc/{session}/stat").read_text().rpartition(")")[2].split()[19])
@@ -154,7 +154,7 @@ def _files() -> dict[str, int]:
 
 
 def _held_by(pid: int) -> set[int]:
-    """Returns inodes of the shared memory that a process has mapped, as a semaphore's name may be temporary."""
+    """Returns the inodes of a process's mapped shared memory. Names would not do: some are temporary."""
     prefix = f" {_SHARED_MEMORY}/"
     with open(f"/proc/{pid}/maps", encoding="utf-8", errors="replace") as maps:
         return {int(line.split()[4]) for line in maps if prefix in line}

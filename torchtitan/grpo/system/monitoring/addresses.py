@@ -1,9 +1,9 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Files in the run's folder that tell where its processes can be watched.
+"""Writes files in the run's folder that tell at which addresses its processes can be monitored.
 
-They have the form that Prometheus reads (``file_sd_configs``), one file for each process::
+There is one file per process, in the format that Prometheus reads (``file_sd_configs``)::
 
     [{"targets": ["127.0.0.1:40123"], "labels": {"process": "rank0", "run": "quickstart"}}]
 """
@@ -27,7 +27,7 @@ KEY_VARIABLE = "TORCHTITAN_GRPO_MONITOR_KEY"
 def write_address(
     dump_folder: str, process: str, targets: Sequence[tuple[str, int]], **labels: str
 ) -> None:
-    """Writes ``<dump_folder>/monitoring/<process>.json``; a failure to do so ends nothing."""
+    """Writes ``<dump_folder>/monitoring/<process>.json``. A failure is only logged."""
     named = [f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in targets]
     labels = {"process": process, "run": Path(dump_folder).resolve().name, **labels}
     content = json.dumps([{"targets": named, "labels": labels}], allow_nan=False) + "\n"

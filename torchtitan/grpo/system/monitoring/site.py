@@ -3,8 +3,8 @@
 
 """Serves ``/healthz`` and Prometheus' ``/metrics`` of one process.
 
-The keys of metrics become names: ``weight_sync/push_seconds`` is ``grpo_weight_sync_push_seconds``.
-The part of a key that tells servers apart becomes a label, so that a dashboard need not know them::
+Each metric's key becomes a name: ``weight_sync/push_seconds`` is ``grpo_weight_sync_push_seconds``. The
+part of a key that tells servers apart becomes a label, so that a dashboard need not know the servers::
 
     weight_sync/server0/lag             grpo_weight_sync_server_lag{server="0"}
     servers/10.0.0.7:8000/running       grpo_servers_running{server="10.0.0.7:8000"}
@@ -56,7 +56,7 @@ class Health:
 
 
 def healthz(health: Health, *, is_allowed: bool) -> web.Response:
-    """Answers 200 if the process is well, else 503. Only an allowed client gets the problem and the facts."""
+    """Answers 200 if the process is well, else 503. Only allowed clients get the problem and the facts."""
     is_well = health.problem is None
     status = 200 if is_well else 503
     body: dict[str, Any] = {"status": "ok" if is_well else "stuck"}
@@ -108,8 +108,8 @@ class _Values(Collector):
 class MonitorSite:
     """Serves health and metrics of a process on the running event loop. Port 0 takes a free port.
 
-    ``health`` and ``values`` are called on this loop. If the environment variable ``KEY_VARIABLE`` is set,
-    metrics and details of the health are only for clients that send this key.
+    ``health`` and ``values`` are called on this loop. If the environment variable `KEY_VARIABLE` holds a
+    key, only clients that send it get metrics and details of the health.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class MonitorSite:
         self._site = HttpSite(app, keepalive_timeout=_IDLE_SECONDS)
 
     async def start(self) -> tuple[str, int]:
-        """Returns host and port, or raises :class:`MonitorError`."""
+        """Starts to listen and returns host and port, or raises :class:`MonitorError`."""
         try:
             host, port = await self._site.start(self._host, self._port, _MAX_CONNECTIONS)
         except OSError as error:
@@ -166,7 +166,7 @@ class MonitorSite:
 
 
 class MonitorThread:
-    """Serves a site on a separate thread, which yields to the training thread."""
+    """Serves a site on a thread of its own, which has a lower priority than the training thread."""
 
     def __init__(self, site: MonitorSite) -> None:
         self._site = site
@@ -176,7 +176,7 @@ class MonitorThread:
         self._thread = threading.Thread(target=self._run, name="monitor", daemon=True)
 
     def start(self) -> tuple[str, int]:
-        """Returns host and port, or raises :class:`MonitorError`."""
+        """Starts the thread and returns host and port, or raises :class:`MonitorError`."""
         self._thread.start()
         return self._address.result(_START_SECONDS)
 
