@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Priority, memory, files and garbage collection of processes with event loops that run for weeks."""
+"""Tunes priority, memory, files and garbage collection of processes whose event loops run for weeks."""
 
 import contextlib
 import ctypes
@@ -27,8 +27,8 @@ _LEAST_FILES, _FILES_OF_RUN = 1024, 4096
 def yield_to_training() -> None:
     """Lowers the priority of the calling thread, and of every thread that it starts.
 
-    It also makes them batch threads, which do not preempt the thread that wakes them up. Both work on Linux
-    only. All threads of the process release Python's interpreter lock sooner.
+    These threads also become batch threads, which do not preempt the thread that wakes them up. Both work
+    only on Linux. In addition, all threads of the process release Python's interpreter lock sooner.
     """
     sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_SECONDS))
     if not hasattr(os, "SCHED_BATCH"):
@@ -44,8 +44,8 @@ def map_large_blocks() -> None:
 
     asyncio receives into a block of 256 KiB and shrinks it to the data. Long-lived small blocks then scatter
     over the freed rest. By default, glibc maps large blocks separately, but raises its threshold for "large"
-    whenever it frees a larger one; this function fixes the threshold. Mapping costs a system call and page
-    faults, so a process that computes with large arrays should not call it.
+    whenever it frees a larger one. This function fixes the threshold. Mapping costs a system call and page
+    faults, so a process that computes with large arrays should not call this function.
     """
     if sys.platform != "linux":
         return
@@ -58,7 +58,7 @@ def map_large_blocks() -> None:
 
 
 def return_free_memory() -> None:
-    """Gives the pages of glibc's heap that hold nothing back to the system, as far as it can."""
+    """Returns unused pages of glibc's heap to the operating system, as far as possible."""
     if sys.platform != "linux":
         return
     with contextlib.suppress(AttributeError):  # another C library, such as musl
@@ -70,7 +70,7 @@ def spare_collections() -> None:
 
     Existing objects live as long as the process, so they are excluded from collections. A thousand
     completions in flight add about 150 objects each, so full collections are made ten times rarer: one in
-    two minutes. Reference cycles must be rare; asyncio leaves one for each closed connection
+    two minutes. Reference cycles must therefore be rare. asyncio leaves one per closed connection
     (see `IDLE_SECONDS`).
     """
     gc.collect()
@@ -80,7 +80,7 @@ def spare_collections() -> None:
 
 
 def require_open_files() -> None:
-    """Raises the limit of open files, which children inherit; raises RunError if it stays too low."""
+    """Raises the limit of open files, which child processes inherit. If it stays too low, raises RunError."""
     if (limit := raise_file_limit(_FILES_OF_RUN)) < _LEAST_FILES:
         raise RunError(
             f"A run must be allowed to open {_LEAST_FILES} files at once, for its connections, got "

@@ -3,8 +3,8 @@
 
 """Lets rank 0 call methods of objects on other ranks, over the ranks' channel.
 
-Methods are marked with :func:`operation` where they are written. :func:`remote` and
-:meth:`RankChannel.serve` read these marks and the annotations, so nothing is listed twice.
+The methods are marked with :func:`operation` where they are defined. :func:`remote` and
+:meth:`RankChannel.serve` read these marks and the methods' annotations, so nothing is listed twice.
 """
 
 import functools
@@ -22,7 +22,7 @@ _MARK = "__is_operation__"
 
 
 class RankCallFailed(RuntimeError):
-    """A call failed on another rank. The message is that rank's."""
+    """A call failed on another rank. The message says on which one, and names its error."""
 
 
 class Call(msgspec.Struct):
@@ -45,7 +45,7 @@ class Served(Protocol):
 
 
 def operation(method: Method) -> Method:
-    """Marks a coroutine method that rank 0 may call. Arguments are positional, and encoded by msgspec."""
+    """Marks a coroutine method as one that rank 0 may call, with positional arguments that msgspec encodes."""
     setattr(method, _MARK, True)
     return method
 
@@ -58,9 +58,9 @@ def operations_of(interface: type) -> dict[str, Any]:
 def remote(
     interface: type[T], call: Callable[..., Awaitable[Any]], rank: int, timeout_seconds: float
 ) -> T:
-    """Returns rank 0's proxy of an object on another rank. It has the operations, and the ``rank``.
+    """Returns rank 0's proxy of an object on another rank, with the object's operations and ``rank``.
 
-    ``timeout_seconds`` bounds each call, and must exceed the timeouts that the methods apply themselves.
+    ``timeout_seconds`` bounds each call, and must exceed the timeouts within the methods.
     """
     calls = {
         name: functools.partial(call, rank, name, result_type, timeout_seconds)

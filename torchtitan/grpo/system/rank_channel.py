@@ -1,17 +1,17 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""A connection of every rank with rank 0, on a background thread of each rank, with two services.
+"""Connects every rank with rank 0, on a background thread of each rank, and offers two services.
 
 - Every rank soon learns that another one has died, and in which phase, before a collective with it
-  fails. Each rank sends its status once a second, and when it changes. A connection that closes without
-  a farewell means a dead process; a silent one means a frozen process or a lost host. Rank 0 tells the
-  others which rank was lost; the loss of rank 0 they see by themselves.
-- Rank 0 calls objects on other ranks (`rank_calls.py`), also several at the same time. Calls to a lost
-  rank fail at once.
+  fails. Each rank sends its status once a second, and whenever it changes. A connection that closes
+  without a farewell means a dead process. A silent one means a frozen process or a lost host. Rank 0
+  tells the others which rank was lost, and they see the loss of rank 0 by themselves.
+- Rank 0 calls methods of objects on other ranks (`rank_calls.py`), even several at the same time. Calls
+  to a lost rank fail at once.
 
-Rank 0 listens where the others reach it, or on loopback if all are on one host. The first message
-must carry a secret, which rank 0 gives out over the process group.
+Rank 0 listens where the others reach it, or on loopback if all are on one host. A connection's first
+message must carry a secret, which rank 0 gives out over the process group.
 """
 
 import asyncio
@@ -50,8 +50,8 @@ class RankLost(RuntimeError):
 class Message(msgspec.Struct, omit_defaults=True):
     """A message between ranks.
 
-    Only the first message has a ``secret``. ``lost`` is a rank that rank 0 has lost. After a ``farewell``,
-    the end of the connection is no loss, unless the sender says that it has ``failed``.
+    Only a connection's first message has a ``secret``. ``lost`` is a rank that rank 0 has lost. After a
+    ``farewell``, the end of the connection is no loss, unless the sender says that it has ``failed``.
     """
 
     status: Status | None = None
@@ -64,7 +64,7 @@ class Message(msgspec.Struct, omit_defaults=True):
 
 
 class _Peer:
-    """The other end of a connection. Its ``status`` is None until it has shown the secret."""
+    """The other end of a connection. Its ``status`` is None until the secret has arrived from there."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
@@ -73,13 +73,13 @@ class _Peer:
         self._has_left = self._has_failed = False
 
     def send(self, message: Message) -> None:
-        """Sends without waiting. A peer that no longer reads is noticed because it no longer sends, either."""
+        """Sends without waiting. A peer that no longer reads does not send either, which is noticed."""
         if not self._writer.is_closing():
             body = msgspec.msgpack.encode(message)
             self._writer.write(len(body).to_bytes(4, "big") + body)
 
     async def receive(self, max_bytes: int = _MAX_BYTES) -> Message:
-        """Returns the next message; raises any exception if the connection is unusable."""
+        """Returns the next message. If the connection is unusable, may raise any exception."""
         size = int.from_bytes(await self._reader.readexactly(4), "big")
         if size > max_bytes:
             raise ValueError(f"A message must have at most {max_bytes} bytes, got {size}.")
@@ -94,7 +94,7 @@ class _Peer:
         return time.monotonic() - self._heard_at
 
     def loss(self, silent_seconds: float = 0.0) -> LostRank | None:
-        """Returns this peer as a lost rank, or None if it is a stranger or has ended in order."""
+        """Returns this peer as a lost rank, or None if it never showed the secret or has ended normally."""
         if self.status is None or (self._has_left and not self._has_failed):
             return None
         return LostRank(self.status, silent_seconds, self._has_failed)
@@ -110,7 +110,7 @@ class _Peer:
 class RankChannel:
     """This rank's end of the channel. A rank counts as lost after ``silence_seconds`` without a message.
 
-    ``on_lost`` is called once, on the channel's thread, with the first lost rank, which ``lost`` then holds.
+    ``lost`` is the first lost rank. ``on_lost`` is called once, with that rank, on the channel's thread.
     """
 
     def __init__(self, silence_seconds: float, on_lost: Callable[[LostRank], None]) -> None:
@@ -164,7 +164,7 @@ class RankChannel:
 
     @property
     def _backlog(self) -> int:
-        """How many connections may wait: all ranks, which connect at once, and some strangers."""
+        """How many connections may wait for admission: those of all ranks at once, and some of strangers."""
         return self._num_others + _MAX_STRANGERS
 
     def raise_if_lost(self) -> None:
@@ -172,7 +172,7 @@ class RankChannel:
             raise RankLost(f"Training rank {self.lost.status.rank} is lost.")
 
     def wait_lost(self, timeout_seconds: float) -> bool:
-        """Waits until ``on_lost`` has returned, so that the process may end; False after the timeout."""
+        """Waits for ``on_lost`` to return, so that the process may end. Returns whether it did in time."""
         return self._thread is not None and self._lost_event.wait(timeout_seconds)
 
     def close(self, *, failed: bool = False) -> None:
@@ -191,8 +191,8 @@ class RankChannel:
     ) -> Any:
         """Calls a method on another rank from rank 0.
 
-        Raises TimeoutError, OSError if the method raised one, or RankCallFailed if it raised another
-        error or if the rank no longer answers.
+        Raises TimeoutError, OSError if the method raised an OSError, or RankCallFailed if the method raised
+        another error or the rank no longer answers.
         """
         assert self._loop is not None, "the channel must be started before a call"
         asking = self._ask(rank, method, timeout_seconds, list(arguments))
@@ -203,10 +203,10 @@ class RankChannel:
         return msgspec.msgpack.decode(answer.result, type=result_type)
 
     async def serve(self, served: Sequence[Served]) -> None:
-        """Answers calls until cancelled, as tasks of the running event loop, also those that came before.
+        """Answers rank 0's calls, in tasks of the running event loop, until cancelled.
 
-        The objects ``served`` must have operations of different names. At the end, calls under way are
-        refused, and the objects are closed.
+        Calls that came earlier are answered as well. The objects ``served`` must have operations of
+        different names. At the end, unanswered calls are refused and the objects are closed.
         """
         methods = {name: getattr(one, name) for one in served for name in operations_of(type(one))}
         loop, inbox = asyncio.get_running_loop(), asyncio.Queue[Call]()
@@ -276,10 +276,10 @@ class RankChannel:
                 await asyncio.gather(*(peer.wait_closed() for peer in peers))
 
     async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serves a connection on rank 0, which is a stranger's until the secret has arrived.
+        """Serves a new connection on rank 0. Until the secret arrives, it counts as a stranger's.
 
-        Strangers are sent nothing, and their end is no loss. A stranger's connection is closed if the
-        secret does not come in time, or if there are too many and it is the oldest.
+        Strangers are sent nothing, and their end is no loss. A stranger's connection is closed if no
+        secret comes in time, or if it is the oldest one when there are too many.
         """
         stranger = _Peer(reader, writer)
         self._strangers.append(stranger)

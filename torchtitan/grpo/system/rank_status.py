@@ -1,9 +1,9 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Phase and last completed step of a training rank, for the process that reports its end.
+"""Phase and last completed step of a training rank, for whichever process reports the rank's end.
 
-For torchrun's agent, a file beside the rank's error file holds the same, up to date even after a kill.
+A file beside the rank's error file holds the same for torchrun's agent. It is up to date even after a kill.
 """
 
 import os
@@ -36,9 +36,9 @@ class Status(msgspec.Struct, frozen=True):
 
 
 class LostRank(msgspec.Struct, frozen=True):
-    """A rank that is lost.
+    """A rank that is lost, with its last status.
 
-    ``silent_seconds`` is 0 if its connection closed. ``has_reported`` is true if it reported its own failure.
+    ``silent_seconds`` is 0 if its connection closed. ``has_reported``: the rank has reported its own failure.
     """
 
     status: Status
@@ -47,7 +47,7 @@ class LostRank(msgspec.Struct, frozen=True):
 
 
 class StatusBoard:
-    """This rank's status. The training thread changes it, which calls ``on_change``; other threads read it."""
+    """This rank's status. The training thread changes it, which calls ``on_change``. Other threads read it."""
 
     def __init__(self, on_change: Callable[[], None] = lambda: None) -> None:
         self._on_change = on_change
@@ -86,7 +86,7 @@ class StatusBoard:
 
 
 def claims_report(lost_rank: int) -> bool:
-    """Returns whether this process shall report the loss of a rank: the first of its host that asks."""
+    """Returns whether this process shall report a rank's loss. Only the first that asks on a host shall."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not file:
         return int(os.environ.get("RANK", "0")) == (1 if lost_rank == 0 else 0)

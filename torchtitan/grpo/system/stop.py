@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Handles Ctrl-C, SIGTERM and SIGHUP: the run ends in order, and within a bounded time."""
+"""Handles Ctrl-C, SIGTERM and SIGHUP, so that the run ends in an orderly way within a bounded time."""
 
 import math
 import os
@@ -34,7 +34,7 @@ class StopRequest:
     counts. A process that still runs ``timeout_seconds`` later is ended, together with its children.
 
     Python runs signal handlers on the main thread, which may be stuck in a collective with a dead rank. The
-    interpreter therefore also writes the signal to a pipe. The thread that reads it enforces the timeout.
+    interpreter therefore also writes signals to a pipe, and a thread that reads it enforces the timeout.
     """
 
     def __init__(self, timeout_seconds: float) -> None:
@@ -61,7 +61,7 @@ class StopRequest:
 
     @property
     def seconds_left(self) -> float:
-        """Time until this process is ended; infinite without a signal."""
+        """Seconds until this process is ended by force. Infinite if no stop signal has come."""
         return self._signaled_at + self.timeout_seconds - time.monotonic()
 
     @property
@@ -75,7 +75,7 @@ class StopRequest:
         return self.requested
 
     def on_hangup(self, callback: Callable[[], None]) -> None:
-        """Makes SIGHUP to this process call ``callback`` on another thread, in place of ending the run."""
+        """Makes SIGHUP call ``callback`` on another thread instead of ending the run."""
         self._on_hangup = callback
         signal.signal(signal.SIGHUP, self._handle)  # under nohup it was ignored
         logger.info("To read inference.urls_file again at once: kill -HUP %d", os.getpid())

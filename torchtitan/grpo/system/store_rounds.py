@@ -3,11 +3,11 @@
 
 """Hides what earlier ranks left in torchrun's store from the ranks of a restart.
 
-The agent's store outlives its ranks, and process groups write the addresses of their members there.
-Restarted ranks would find those of the dead (https://github.com/pytorch/pytorch/issues/135712). All ranks
-of one start (a round) therefore put one name before their keys. The agents' counts of restarts would not
-do, because they may differ. Rank 0 draws the name at random, and gives it to each rank that answers under
-a random number of its own, which no earlier rank can have.
+The agent's store outlives its ranks, and process groups write their members' addresses there. Restarted
+ranks would find those of dead ranks (https://github.com/pytorch/pytorch/issues/135712). All ranks of one
+start (a round) therefore prefix their keys with one name. The agents' counts of restarts would not do as
+a name, because they may differ. Rank 0 draws the name at random. It gives the name to each rank that
+answers under a random number of its own, which no earlier rank can have.
 """
 
 import importlib
@@ -24,7 +24,7 @@ _POLL_SECONDS = 0.02
 
 
 def separate_rounds() -> None:
-    """Makes process groups use only this round's keys. Without an agent's store there are no older ones."""
+    """Makes process groups use only this round's keys. Does nothing without an agent's store."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
         return
     # Not `dist.rendezvous`, which is a function of the same name.
@@ -42,7 +42,7 @@ def separate_rounds() -> None:
 
 
 def agree_on_round(store: dist.Store, rank: int, world_size: int, timeout_seconds: float) -> str:
-    """Returns the same name of this round on all ranks. Rank 0 raises TimeoutError if a rank is missing."""
+    """Returns this round's name, the same on all ranks. Raises TimeoutError on rank 0 if a rank is missing."""
     if rank == 0:
         return _lead(store, world_size, timeout_seconds)
     own = secrets.token_hex(16)

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""JSON without ``NaN`` and ``Infinity``, which Python writes, and jq and browsers refuse."""
+"""Reads and writes JSON without ``NaN`` and ``Infinity``, which Python allows but jq and browsers refuse."""
 
 import json
 import math
@@ -23,7 +23,7 @@ def loads(text: str) -> Any:
 
 
 def load_at(text: str, place: int) -> tuple[Any, int]:
-    """Reads the JSON that begins at a place, as :func:`loads` does; also returns its end."""
+    """Reads the JSON value that begins at a place, as :func:`loads` does. Also returns where it ends."""
     try:
         value, end = _DECODER.raw_decode(text, place)
     except RecursionError as error:
@@ -42,7 +42,7 @@ def load_at(text: str, place: int) -> tuple[Any, int]:
 def dumps(value: Any, **options: Any) -> str:
     """Writes JSON with null for numbers that are not finite.
 
-    An object also gets their count, under :data:`COUNT_KEY`.
+    If ``value`` is a dict, the number of these nulls is added under :data:`COUNT_KEY`.
     """
     found: list[float] = []
     strict = _strict(value, found)
@@ -52,13 +52,13 @@ def dumps(value: Any, **options: Any) -> str:
 
 
 def finite(value: Any) -> float | None:
-    """Returns a value that was read if it is a finite number, else None: earlier releases wrote NaN."""
+    """Returns a value if it is a finite number, or else None. Files of earlier releases may hold NaN."""
     largest = sys.float_info.max  # integers may be larger
     return value if isinstance(value, float | int) and abs(value) <= largest else None
 
 
 def _strict(value: Any, found: list[float]) -> Any:
-    """Copies plain data with None for numbers that are not finite, and adds these numbers to ``found``."""
+    """Copies plain data with None for numbers that are not finite. Appends these numbers to ``found``."""
     if isinstance(value, dict):
         return {key: _strict(one, found) for key, one in value.items()}
     if isinstance(value, list | tuple):

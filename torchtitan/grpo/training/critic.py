@@ -66,7 +66,7 @@ class Estimates:
     """Advantages and targets of some rows' decisions (see `gae.py`), [decisions] float64.
 
     ``moments``, [9] float64, are the :func:`moments` of the tokens' advantages, of the returns, and of
-    the returns minus the values. The moments of parts of a batch can be added up.
+    the returns minus the values. Those of a batch are the sum of those of its parts.
     """
 
     decisions: Decisions
@@ -80,13 +80,15 @@ class Estimates:
         return torch.cat([self.moments_about(0.0), moments(self.returns), moments(errors)])
 
     def moments_about(self, mean: float) -> torch.Tensor:
-        """Returns the moments of the tokens' advantages about a batch's ``mean``, [3] float64."""
+        """Returns the moments of the tokens' advantages about ``mean``, as of a batch, [3] float64."""
         return moments(self.advantages[self.decisions.of_token], mean)
 
     def advantages_on_tokens(
         self, rows: TrainRows, totals: torch.Tensor | None, mean: float = 0.0
     ) -> TrainRows:
-        """Returns the rows with advantages, whitened by the ``totals`` of :meth:`moments_about`."""
+        """Returns the rows with their advantages.
+
+        With ``totals``, a batch's sum of :meth:`moments_about`, the advantages are whitened."""
         advantages = self.advantages
         if totals is not None:
             advantages = whitened(advantages, totals, mean)
@@ -110,7 +112,7 @@ def estimate(
     critic: Settings,
     grpo: GRPO,
 ) -> Estimates:
-    """Computes advantages and targets of rows from values [rows, seq] and rewards [samples].
+    """Computes rows' advantages and value targets from values [rows, seq] and rewards [samples].
 
     With ``ref_logprobs`` [rows, seq], a KL penalty is subtracted from the reward of each token.
     """
@@ -140,7 +142,7 @@ class CriticLoss(TraineeLoss):
     def compute(
         self, output: torch.Tensor, which: slice
     ) -> tuple[torch.Tensor, Mapping[str, Metric]]:
-        """``output`` are values [rows, seq, 1]."""
+        """Returns the value loss and its metrics. ``output`` holds the values [rows, seq, 1]."""
         targets, weights = self.targets, self.targets.weights[which]
         loss, is_clipped = value_loss(
             output[..., 0], targets.old_values[which], targets.returns[which], weights, self.clip

@@ -35,8 +35,8 @@ Log = Callable[[int, EvaluationResult, Mapping[str, int]], None]
 class Evaluations:
     """Requests evaluations and records their results, on rank 0's training thread.
 
-    :meth:`begin` requests one beside training, and the first :meth:`collect` that finds the result
-    records it; neither waits. One of several servers keeps the evaluated weights
+    :meth:`begin` requests an evaluation beside training, and the first :meth:`collect` that finds the
+    result records it. Neither waits. With several servers, one of them keeps the evaluated weights
     (``evaluation.pin``) for at most ``evaluation.timeout_seconds``. If that server becomes the last one
     that can take new weights, or leaves the run, the evaluation begins again after the step.
     ``before_wait`` may lend the ranks' devices, because nothing is trained during :meth:`run`.
@@ -67,7 +67,7 @@ class Evaluations:
         self.num_left_out = self.num_begun_again = 0
 
     def is_due(self, step: int) -> bool:
-        """Returns whether to :meth:`begin` after this step: an evaluation is due, or must be repeated."""
+        """Returns whether an evaluation must :meth:`begin` after this step, regularly or as a repetition."""
         is_usual = self._is_on and self._interval > 0 and step % self._interval == 0
         return is_usual or self._must_begin
 
@@ -98,7 +98,7 @@ class Evaluations:
         self._must_begin = self._was_refused = is_refused
 
     def collect(self, step: int) -> None:
-        """Records the evaluation if its result is there. Never waits."""
+        """Records the result of the running evaluation if it has arrived. Never waits."""
         if self._source.is_evaluating:
             self._record(step, self._source.take_evaluation())
             if self._pinned_at is not None and not self._publisher.pinned():
@@ -127,7 +127,7 @@ class Evaluations:
         self._unpin()
 
     def run(self, step: int) -> None:
-        """Evaluates and waits for the result, until the run is asked to stop."""
+        """Evaluates, and waits for the result unless the run is asked to stop."""
         if not self._is_on:
             return
         self._before_wait(step)
@@ -148,9 +148,9 @@ class Evaluations:
 
 
 class HeldOutLoss:
-    """Mean negative log-likelihood of held-out completion tokens. All methods are collective.
+    """The mean negative log-likelihood of held-out completion tokens. All methods are collective.
 
-    Rank 0 reads ``sft.held_out_path``, and each rank receives its rows once.
+    Rank 0 reads ``sft.held_out_path`` and sends each rank its rows, once for all evaluations.
     """
 
     def __init__(
@@ -181,7 +181,7 @@ class HeldOutLoss:
         self._rows = received.minibatches
 
     def compute(self) -> float:
-        """Returns nats per token, the same on every rank."""
+        """Returns the loss in nats per token, the same on every rank."""
         total = torch.zeros(2, dtype=torch.float64)
         for rows in self._rows:
             output = self._runner.forward(rows.to(self._device))

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The frame of a training rank: torchtitan's trainer up to its first step, for one kind of model.
+"""The base of trainers: does on each rank what torchtitan's own trainer does before its first step.
 
 Torchtitan's own trainer is a different class in each release, and builds dataloaders, tokenizers and
 losses that training on rollouts does not need.
@@ -40,7 +40,7 @@ from torchtitan.grpo.upstream.parallelism import (
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """How a model is built on the meta device and parallelized, and how files name its parameters.
+    """How to build a model on the meta device, parallelize it, and name its parameters in files.
 
     Attributes:
         model_args: The arguments of ``model_cls``.
@@ -60,10 +60,10 @@ class ModelSpec:
 
 
 class Trainer(Stateful):
-    """Device, meshes, model, optimizer, schedule and metrics of a rank.
+    """Holds a rank's device, meshes, model, optimizer, schedule and metrics.
 
-    A subclass sets ``train_spec`` in :meth:`init_distributed`, makes the ``checkpointer``, and
-    trains. Collective over all ranks.
+    A subclass sets ``train_spec`` in :meth:`init_distributed`, makes the ``checkpointer``, and implements
+    :meth:`train`. Collective over all ranks.
     """
 
     train_spec: ModelSpec
@@ -99,7 +99,7 @@ class Trainer(Stateful):
         return parallel_dims(self.job_config.parallelism, dist.get_world_size())
 
     def _build_model(self) -> list[nn.Module]:
-        """Returns this rank's parts, with memory but without weights."""
+        """Returns this rank's parts of the model, with memory but not yet with the model's weights."""
         config, dims, spec = self.job_config, self.parallel_dims, self.train_spec
         with torch.device("meta"), utils.set_default_dtype(TORCH_DTYPE_MAP[config.training.dtype]):
             model = spec.model_cls(self.model_args)
@@ -142,7 +142,7 @@ def _take_device() -> torch.device:
 
 
 def join_ranks(settings: Comm, dump_folder: str) -> None:
-    """Makes the process group of all ranks, whose collectives NCCL's flight recorder remembers."""
+    """Makes the process group of all ranks, with NCCL's flight recorder for its collectives."""
     if dist.is_initialized():
         return
     # The recorder writes its files only if the watchdog leaves the communicator as it is:
@@ -162,7 +162,7 @@ def join_ranks(settings: Comm, dump_folder: str) -> None:
 
 
 def set_seeds(dims: ParallelDims, device: torch.device, settings: Debug) -> None:
-    """Seeds all ranks: stages of a pipeline differently, the ranks of one stage alike.
+    """Seeds all ranks: each pipeline stage with another seed, and the ranks of one stage with the same.
 
     Without ``debug.seed``, rank 0 draws the seed. Collective over all ranks.
     """

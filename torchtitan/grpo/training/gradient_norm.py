@@ -3,9 +3,9 @@
 
 """Clips the gradient of all ranks' parameters by its norm.
 
-A pipeline with tied embeddings holds one weight in its first and in its last stage, each with a
-part of the gradient. The parts are added up before clipping, and the norm counts the sum once. Both
-copies then have equal gradients, optimizer states and, from one step to the next, values.
+A pipeline with tied embeddings has a copy of their weight in its first and in its last stage, each with
+a part of the gradient. The parts are added up before clipping, and the norm counts the sum once. Both
+copies thus keep equal gradients, optimizer states and values.
 """
 
 from collections.abc import Sequence
@@ -46,8 +46,8 @@ class GradientClipper:
     def largest(self, norm: float, group: dist.ProcessGroup) -> tuple[str, float]:
         """Returns the parameter with the largest gradient, and its share of the square of ``norm``.
 
-        Called after :meth:`clip`, which has scaled all gradients alike, so that ordinary steps need no
-        norm of each parameter. Collective over all ranks; ``group`` joins them on the CPU.
+        Call this only after :meth:`clip`, and only if needed: it computes the norm of each parameter.
+        Collective over all ranks, which ``group`` joins on the CPU.
         """
         trained = {n: p for n, p in named_parameters(list(self._parts)) if p.requires_grad}
         norms = [_whole_norm(parameter) for parameter in trained.values()]
@@ -78,7 +78,7 @@ class GradientClipper:
         return last
 
     def _other_copy(self, mine: torch.Tensor, *, to_last: bool) -> torch.Tensor:
-        """Exchanges gradients with the pipeline's rank that holds the other copy."""
+        """Sends this copy's gradient to the pipeline rank with the other copy, and returns that one's."""
         mesh, part = self._dims.get_mesh("pp"), self._parts[0]
         # Stages that go round and round end on the last rank, and parts of layers on any rank.
         last = mesh.size() - 1
@@ -112,7 +112,7 @@ def _whole_norm(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _local_gradient(weight: nn.Parameter) -> torch.Tensor:
-    """This rank's shard of a gradient; both copies are sharded alike."""
+    """Returns this rank's shard of a weight's gradient, sharded as the weight is."""
     if weight.grad is None:
         weight.grad = torch.zeros_like(weight)
     if not isinstance(weight, DTensor):

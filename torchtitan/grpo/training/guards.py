@@ -1,10 +1,10 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Decides, before each optimizer step, whether it is taken; see ``[guards]``.
+"""Decides before each optimizer step whether to take it; see ``[guards]``.
 
 All ranks judge the same numbers and need not ask each other: loss metrics are sums over ranks, and
-the gradient norm is rank 0's. A skipped step advances the policy version and publishes its
+the gradient norm is rank 0's. A skipped step still advances the policy version and publishes the
 unchanged weights, because the staleness bound would otherwise admit no further prompts.
 """
 
@@ -37,7 +37,7 @@ class GuardStopped(RunError):
 
 
 class Verdict(IntEnum):
-    """What becomes of an optimizer step; of several verdicts, the greatest counts."""
+    """What becomes of an optimizer step. Of several verdicts, the greatest counts."""
 
     TAKE = 0
     SKIP = 1
@@ -69,7 +69,7 @@ class Guards:
         self.reason: str | None = None
 
     def judge_rewards(self, step: int, *, are_equal: bool) -> Verdict:
-        """Judges a batch before training; SKIP skips all its optimizer steps.
+        """Judges a batch by its rewards. SKIP means to skip all optimizer steps of the batch.
 
         ``are_equal`` means that no group has two different rewards.
         """
@@ -87,16 +87,16 @@ class Guards:
         return self._of_rewards
 
     def is_spike(self, norm: float) -> bool:
-        """Returns whether a norm not yet judged is far above those of the last steps."""
+        """Returns whether a gradient norm that is not judged yet is far above those of the last steps."""
         return math.isfinite(norm) and self._is_outlier(norm, self._norms, _SPIKE_FACTOR)
 
     def judge(
         self, step: int, grad_norm: float | None, metrics: Mapping[str, float], spike: str = ""
     ) -> Verdict:
-        """Judges an optimizer step by its loss metrics, and by the norm before clipping.
+        """Judges an optimizer step by its loss metrics and its gradient norm before clipping.
 
-        ``grad_norm`` is None if only a critic learns. A critic's metrics and norm, if it has one, are
-        among the ``metrics``. ``spike`` names the largest gradient if the norm is a spike.
+        ``grad_norm`` is None if only a critic learns. ``metrics`` include a critic's metrics and norm,
+        if there is a critic. ``spike`` names the largest gradient if the norm is a spike.
         """
         found = self._findings(grad_norm, metrics, spike)
         for guard in list(self._in_a_row):
@@ -171,7 +171,7 @@ class Guards:
         return f"{name} is {value:.4g}, above guards.{guard}_limit = {limit:g}"
 
     def judge_unscored(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Judges a batch by the completions left out since the last batch; on rank 0."""
+        """Judges, on rank 0, the share of completions since the last batch that were left out unscored."""
         if self._guards.unscored == "off" or "rollout/unscored_fraction" not in metrics:
             return
         if (found := self._above("rollout/unscored_fraction", metrics, "unscored")) is not None:
@@ -188,7 +188,7 @@ class Guards:
         return self.reason is not None
 
     def halt(self) -> None:
-        """Ends the run on other ranks after a guard of rank 0 has stopped it."""
+        """Sets the reason to stop on other ranks, after a guard of rank 0 has stopped the run."""
         self.reason = self.reason or "A guard of rank 0 has stopped the run."
 
     def metrics(self) -> dict[str, float]:

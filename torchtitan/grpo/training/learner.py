@@ -26,15 +26,15 @@ from torchtitan.grpo.training.trainee import Minibatch, Trainee
 
 
 class GradientParts:
-    """Adds the gradients of parts up to the gradient of one optimizer step.
+    """Computes the gradient of one optimizer step from the gradients of a batch's parts.
 
     A part's loss weights are normalized over that part, so the gradient of the step is the mean
-    over parts, weighted by mass (`losses/advantages.py`)::
+    over parts, weighted by their mass (see `losses/advantages.py`)::
 
         gradient = sum over parts of  mass / total mass * gradient of the part
 
-    The total is known only with the last part. Until then a part is scaled by its mass relative to
-    the first part's, which keeps gradients in their usual range; ``last_scale`` divides by the total.
+    The total is known only with the last part. Each part is therefore scaled by its mass relative to the
+    first part's, which keeps gradients in their usual range. In the end, ``last_scale`` corrects the sum.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class GradientParts:
         return self._mass == 0
 
     def scale_of(self, part: TrainBatch) -> float:
-        """Registers a part; returns the factor of its loss, 0 if its mass is 0."""
+        """Registers a part, and returns the factor by which to scale its loss: 0 if its mass is 0."""
         self._parts.append(part)
         self._mass += part.mass
         self._unit = self._unit or part.mass
@@ -54,7 +54,7 @@ class GradientParts:
 
     @property
     def last_scale(self) -> float:
-        """Factor that turns the summed gradient and losses into those of the whole step."""
+        """The factor that turns the summed gradient and losses into those of the whole step."""
         return self._unit / self._mass
 
     @property
@@ -62,7 +62,7 @@ class GradientParts:
         return [part.samples for part in self._parts]
 
     def whole(self) -> TrainBatch:
-        """Returns the last part, with the counts of all parts."""
+        """Returns the last part, with the token counts of all parts together."""
         return replace(
             self._parts[-1],
             num_tokens=sum(part.num_tokens for part in self._parts),
@@ -74,8 +74,8 @@ class GradientParts:
 class StepResult:
     """Result of a batch's optimizer steps, with metrics of all ranks.
 
-    ``batch`` may be the last part of a batch, with the counts of all parts. ``spikes`` holds a text
-    for each spike of the gradient, with the parameter whose gradient is largest.
+    If the batch came in parts, ``batch`` is the last one, with the token counts of all. ``spikes`` has a
+    text for each spike of the gradient norm, which names the parameter with the largest gradient.
     """
 
     batch: TrainBatch
@@ -92,7 +92,7 @@ class StepResult:
 
 @dataclass
 class Policy(Trainee):
-    """The model of the run, which learns from the advantages of the ``scorer``."""
+    """The trained policy, which learns from the advantages that the ``scorer`` computes."""
 
     scorer: Scorer
     first_step: int = 1
@@ -111,9 +111,9 @@ class Policy(Trainee):
 class Learner:
     """Takes the optimizer steps of a batch on every rank.
 
-    ``before_step`` returns once the optimizers may use their states, and nothing reads the weights
-    that they overwrite. ``trainees`` are the policy and then the scorer's critic, if there is one. The
-    critic learns from the same minibatches and steps at the same time.
+    ``before_step`` waits until optimizer states are usable and nothing else reads the weights, which the
+    optimizers then overwrite. ``trainees`` are the policy and then the scorer's critic, if there is one.
+    The critic learns from the same minibatches and steps at the same time.
     """
 
     scorer: Scorer
@@ -151,7 +151,7 @@ class Learner:
     def learn_in_parts(
         self, batch: TrainBatch | None, step: int, next_part: Callable[[], TrainBatch | None]
     ) -> StepResult | None:
-        """Takes the one step of a batch in parts; see :class:`GradientParts`.
+        """Takes the single optimizer step of a batch that arrives in parts; see :class:`GradientParts`.
 
         Returns None if a guard ends the run, or if ``next_part`` returns None because the run ends.
         """
@@ -174,7 +174,7 @@ class Learner:
         return None
 
     def end_step(self) -> None:
-        """Updates the reference and the learning rates after the steps of a batch."""
+        """Updates the reference model and the learning rates after the optimizer steps of a batch."""
         if self.scorer.reference is not None:
             self.scorer.reference.follow(self.policy.parts)
         for trainee in self.trainees:
@@ -229,7 +229,7 @@ class Learner:
         scale: float = 1.0,
         waiting: Sequence[ForwardJob] = (),
     ) -> None:
-        """Adds the gradients of the trainees that learn in this step, if possible in one pass."""
+        """Accumulates gradients of the trainees that learn in this step, if possible in one pass."""
         learning = [trainee for trainee in self.trainees if trainee.learns(step)]
         losses = [trainee.loss(minibatch, scale) for trainee in learning]
         first, *others = (TrainJob(t.runner, x) for t, x in zip(learning, losses, strict=True))
@@ -240,7 +240,7 @@ class Learner:
                 loss.add_metrics(trainee.of_update)
 
     def _apply_gradient(self, step: int) -> bool:
-        """Clips and steps, unless a guard refuses; returns False if it ends the run."""
+        """Clips the gradients, and steps unless a guard refuses. Returns False if a guard ends the run."""
         self.enter("optimizer step")
         norms = [t.clipper.clip() if t.learns(step) else None for t in self.trainees]
         self.before_step()
@@ -269,7 +269,7 @@ def build_learner(
     enter: Callable[[str], None],
     before_step: Callable[[], None],
 ) -> Learner:
-    """Returns a trainer's learner. Checkpoints will include its reference model and critic."""
+    """Returns a trainer's learner, and adds its reference model and critic to the checkpoints."""
     config: JobConfig = trainer.job_config  # pyright: ignore[reportAssignmentType]
     reference = None
     if config.grpo.kl_coef > 0:

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Computes how much memory of a lent GPU a waiting rank leaves to the servers."""
+"""Estimates how much memory of a lent GPU the waiting training rank leaves to inference servers."""
 
 import math
 import os
@@ -23,11 +23,11 @@ from torchtitan.grpo.training.model_spec import parameter_shapes
 
 @dataclass(frozen=True)
 class LentMemory:
-    """Bytes of a GPU while it is lent; all but ``total`` are estimated.
+    """Who takes how many bytes of a GPU while it is lent. All numbers but ``total`` are estimates.
 
     Attributes:
-        kept: States that the waiting rank keeps; ``parts`` lists them with their sizes.
-        left: What the servers on the GPU may take: all but the states and the trainer's reserve.
+        kept: States that the waiting rank keeps. ``parts`` lists them with their sizes.
+        left: What the servers on the GPU may take: all but these states and the trainer's reserve.
         weights: The least that the weights of these servers take.
     """
 
@@ -40,12 +40,12 @@ class LentMemory:
 
     @property
     def part(self) -> float:
-        """Fraction of the GPU's memory for all of its servers together, rounded down."""
+        """The fraction of the GPU's memory that all servers on it may take together, rounded down."""
         return max(math.floor(1000 * self.left / self.total) / 1000, 0.0)
 
 
 def lent_part(config: JobConfig, model: HFModel) -> float:
-    """Returns the fraction of each GPU's memory for launched servers; 0 if no GPU is lent."""
+    """Returns the fraction of each lent GPU's memory for launched servers, or 0 if no GPU is lent."""
     return _of_this_machine(config, model).part if _lends_gpus(config) else 0.0
 
 
@@ -80,7 +80,7 @@ def check_lent_memory(config: JobConfig, model: HFModel) -> None:
 def describe_lent_memory(
     config: JobConfig, model: HFModel, num_ranks: int, *, gpu_bytes: int | None = None
 ) -> Iterator[str]:
-    """``gpu_bytes`` is the memory of each rank's GPU, if the run is not for this machine."""
+    """Yields lines on a lent GPU's memory. ``gpu_bytes`` is its size, if the run is for another machine."""
     if not config.lends_devices:
         return
     num_gpus = 0 if gpu_bytes else num_training_gpus()

@@ -1,18 +1,18 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Lends the devices of all ranks to servers, and reclaims them.
+"""Lends the devices of all training ranks to inference servers, and reclaims them.
 
 Rank 0 announces a loan while it waits for the first part of a batch. The other ranks wait for that
-batch in :meth:`Loan.receive`. Servers are woken only after all ranks have made room. A batch arrives
-once these servers sleep again. The devices are also lent before the first batch, while servers start
-and evaluate, and after the last one. They are never lent in the middle of a batch that arrives in
+batch in :meth:`Loan.receive`. Servers are woken only after all ranks have made room. The batch arrives
+only once these servers sleep again. Devices are also lent before the first batch, while servers start
+and evaluate, and after the last batch. They are never lent in the middle of a batch that arrives in
 parts, because its gradient is incomplete then. The lender (`rollout/lending/lender.py`) decides which
 servers wake and sleep.
 
 A rank gives up gradients, parameters that FSDP2 has gathered, and memory that torch caches. With
-``optimizer.offload_while_lent``, the optimizer's states wait in pinned host memory. Parameters, the
-reference, and the pools of compiled code and CUDA graphs stay.
+``optimizer.offload_while_lent``, it moves optimizer states to pinned host memory. Parameters, the
+reference model, and the memory pools of compiled code and CUDA graphs stay on the device.
 
 The training loop calls :meth:`Loan.before_wait`, ``on_batch``, ``before_step`` and ``metrics``.
 """
@@ -48,7 +48,7 @@ Copies = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 
 class CudaMemory:
-    """Memory of a GPU and of its host. Copies back run on a stream of their own, beside the forward pass."""
+    """Moves states between a GPU and its host. Copies back have their own stream, beside the forward pass."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -57,7 +57,7 @@ class CudaMemory:
         self._timed: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
 
     def host_like(self, state: torch.Tensor) -> torch.Tensor:
-        """Makes host memory for a state."""
+        """Allocates a pinned host tensor with the shape and type of a state on the device."""
         host = torch.empty_like(state, device="cpu")
         local = host._local_tensor if isinstance(host, DTensor) else host
         if local.nbytes:
@@ -75,13 +75,13 @@ class CudaMemory:
         return host
 
     def state_like(self, host: torch.Tensor) -> torch.Tensor:
-        """Makes memory on the device for a state that is in host memory."""
+        """Allocates a device tensor with the shape and type of a state in host memory."""
         # Its memory belongs to the pool of the current stream, which also frees it.
         return torch.empty_like(host, device=self._device)
 
     @torch.no_grad()
     def copy_out(self, copies: Copies) -> None:
-        """Copies states to host memory. Waits, so that their memory can be freed."""
+        """Copies states to host memory. Waits for the copies, so that the device's memory can be freed."""
         for host, state in copies:
             local_tensor(host).copy_(local_tensor(state), non_blocking=True)
         copied = torch.cuda.Event()
@@ -112,21 +112,21 @@ class CudaMemory:
         self._copied = before, after
 
     def await_copies(self) -> None:
-        """Orders later work on the device after the copies that were started."""
+        """Makes later work on the device wait for the copies that were started. Does not block the host."""
         if self._copied is None:
             return
         torch.cuda.current_stream().wait_event(self._copied[1])
         self._timed, self._copied = self._copied, None
 
     def take_copy_seconds(self) -> float:
-        """Returns the duration of the last copies back that have ended, once, and then 0."""
+        """Returns how long the last copies back took, or 0 if they have not ended or were returned before."""
         if self._timed is None or not self._timed[1].query():
             return 0.0
         (before, after), self._timed = self._timed, None
         return before.elapsed_time(after) / 1e3
 
     def release(self) -> int:
-        """Gives unused memory back to the system, and returns the number of bytes."""
+        """Frees device memory that torch caches, and returns the number of bytes."""
         before = torch.cuda.memory_reserved(self._device)
         torch.cuda.empty_cache()
         return before - torch.cuda.memory_reserved(self._device)
@@ -181,7 +181,7 @@ class Room:
         return self._memory.release()
 
     def reclaim(self) -> None:
-        """Starts to bring the optimizer's states back. They may be used after finish_reclaim."""
+        """Starts to copy the optimizer's states back. They may be used after :meth:`finish_reclaim`."""
         if self._memory is None:
             return
         copies = []
@@ -195,12 +195,12 @@ class Room:
             self._memory.start_copies_back(copies)
 
     def finish_reclaim(self) -> None:
-        """Orders what follows, such as the optimizer step, after the copies of :meth:`reclaim`."""
+        """Makes later work on the device, such as an optimizer step, wait for :meth:`reclaim`'s copies."""
         if self._memory is not None:
             self._memory.await_copies()
 
     def reclaim_seconds(self) -> float:
-        """Returns the duration of the last reclaim's copies; 0 if it was returned before."""
+        """Returns how long the last reclaim's copies took, or 0 if that was returned before."""
         return 0.0 if self._memory is None else self._memory.take_copy_seconds()
 
     def _move_states_out(self, memory: CudaMemory) -> None:
@@ -220,7 +220,7 @@ class Room:
             self._given.add((parameter, name))
 
     def _states(self) -> Iterable[tuple[dict[str, torch.Tensor], torch.Tensor, str]]:
-        """Yields each optimizer state's dict, parameter and name, except for step counts."""
+        """Yields optimizer states except step counts, each as the dict that holds it, parameter and name."""
         for optimizer in self._optimizers:
             for parameter, states in optimizer.state.items():
                 for name, state in states.items():
@@ -229,18 +229,18 @@ class Room:
 
 
 class LoanFailed(RunError):
-    """Ranks could not make room on their devices."""
+    """Some ranks could not make room for lent servers on their devices."""
 
 
 class Loan:
-    """Lends this rank's device together with those of all other ranks; on the training thread.
+    """Lends this rank's device together with those of all other ranks, on the training thread.
 
-    Without a ``room`` nothing is lent, and nothing announced. ``await_staging`` waits until no
-    checkpoint copies the states that the room moves.
+    Without a ``room``, nothing is lent or announced. ``await_staging`` waits until no checkpoint copies
+    the states that the room moves.
 
     Attributes:
-        until: On rank 0 the version whose batch ends the loan; None while nothing is lent.
-        notify: Called on rank 0 with that version once servers may use the devices.
+        until: On rank 0, the version whose batch ends the loan. None while nothing is lent.
+        notify: Called on rank 0 with this version once servers may use the devices.
     """
 
     def __init__(
@@ -252,7 +252,7 @@ class Loan:
         self.notify: Callable[[int], None] = lambda version: None
 
     def before_wait(self, version: int) -> None:
-        """Lends the devices of all ranks until the batch of ``version``; see :meth:`make_room`."""
+        """Lends the devices of all ranks until the batch of ``version`` arrives; see :meth:`make_room`."""
         self.make_room(version)
         self.tell()
 
@@ -267,7 +267,7 @@ class Loan:
             self.until = version
 
     def tell(self) -> None:
-        """Tells the rollout process of the loan; called again if that process is restarted."""
+        """Tells the rollout process of the loan, if any. Called again if that process is restarted."""
         if self.until is not None:
             self.notify(self.until)
 
@@ -287,7 +287,7 @@ class Loan:
         self._seconds += time.perf_counter() - begin
 
     def _report(self, error: Exception | None) -> None:
-        """Raises LoanFailed on rank 0. The other ranks learn it from rank 0's next message."""
+        """Collects all ranks' errors and raises LoanFailed on rank 0, whose next message informs the others."""
         problems: list[str | None] = [None] * dist.get_world_size()
         text = None if error is None else f"{type(error).__name__}: {error}"
         dist.all_gather_object(problems, text, group=self._feed.group)
@@ -299,7 +299,7 @@ class Loan:
             ) from error
 
     def receive(self) -> TrainBatch | Signal:
-        """Waits for rank 0's next message; makes room if rank 0 says so. For all other ranks."""
+        """Waits, on ranks other than 0, for rank 0's next message. Makes room whenever it announces a loan."""
         while (received := self._feed.receive()) is Signal.LEND:
             assert self._room is not None, "rank 0 lends, and so do all ranks of the run"
             self._give(self._room)
@@ -314,12 +314,12 @@ class Loan:
             self._room.reclaim()
 
     def before_step(self) -> None:
-        """Orders what follows on the device after what :meth:`on_batch` has begun."""
+        """Makes later work on the device wait for what :meth:`on_batch` has begun to reclaim."""
         if self._room is not None:
             self._room.finish_reclaim()
 
     def metrics(self) -> dict[str, float]:
-        """Returns the metrics since the last call: bytes of all ranks together, seconds of this one."""
+        """Returns the metrics since the last call: bytes over all ranks, and seconds of this rank."""
         if self._room is None:
             return {}
         metrics = {

@@ -22,7 +22,7 @@ Groups = list[list[dict[str, Any]]]
 
 
 class Schedules(Stateful):
-    """One schedule for each optimizer, all alike, so that a checkpoint keeps the first one's state."""
+    """One schedule per optimizer. All are alike, so a checkpoint keeps only the state of the first."""
 
     def __init__(self, optimizers: Optimizers, factor: Factor) -> None:
         self.schedulers = [LambdaLR(optimizer, factor) for optimizer in optimizers]
@@ -52,10 +52,10 @@ def settings_of(optimizers: Optimizers) -> Groups:
 def renew_settings(
     optimizers: Optimizers, schedulers: Schedules, settings: Groups
 ) -> tuple[float, float]:
-    """Restores the settings from :func:`settings_of`, which a checkpoint has replaced.
+    """Restores the optimizer settings from :func:`settings_of`, which loading a checkpoint has replaced.
 
     Only moments and steps should come from a checkpoint. Returns the learning rate of the next
-    step, and the checkpoint's.
+    step, and the one that was in the checkpoint.
     """
     brought = float(optimizers.optimizers[0].param_groups[0]["lr"])
     for optimizer, scheduler, groups in zip(
@@ -80,19 +80,19 @@ def build_lr_schedulers(
     *,
     num_steps: int | None = None,
 ) -> Schedules:
-    """By default, ``num_steps`` is ``lr_scheduler.total_steps`` or else ``training_steps``."""
+    """Returns schedules over ``num_steps``: by default ``total_steps`` if set, or else ``training_steps``."""
     total = config.total_steps if config.total_steps is not None else training_steps
     return Schedules(optimizers, schedule_of(config, total if num_steps is None else num_steps))
 
 
 def lengths_of(config: LRScheduler, num_steps: int) -> tuple[int, int]:
-    """Returns the steps over which the rate rises, and over which it falls."""
+    """Returns over how many steps the learning rate rises, and over how many it falls."""
     warmup = min(config.warmup_steps, num_steps)
     return warmup, min(_asked_decay(config, num_steps), num_steps - warmup)
 
 
 def describe_shortened(config: LRScheduler, num_steps: int) -> str | None:
-    """Describes lengths that were shortened. ``decay_ratio = 1`` means all steps that are left."""
+    """Describes lengths that ``num_steps`` shortens, if any. ``decay_ratio = 1`` means what warm-up leaves."""
     warmup, decay = lengths_of(config, num_steps)
     used = []
     if warmup < config.warmup_steps:
@@ -114,7 +114,9 @@ def factors_of(scheduler: Any) -> list[Factor]:
 
 
 def schedule_of(config: LRScheduler, num_steps: int) -> Factor:
-    """Warm-up goes first; decay gets at most the steps that are left. Then the last rate stays."""
+    """Returns the learning-rate factor over steps. Decay gets at most the steps that warm-up leaves.
+
+    After the last step, the rate stays constant."""
     warmup, decay = lengths_of(config, num_steps)
     return partial(
         _factor,
