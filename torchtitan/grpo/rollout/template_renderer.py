@@ -87,7 +87,7 @@ def answer(request: dict[str, Any]) -> dict[str, str | None]:
 
 
 def main() -> None:
-    """Answers requests until the owner closes the pipe."""
+    """Answers until the owner closes the pipe."""
     sys.modules["torch"] = None  # pyright: ignore[reportArgumentType]
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     channel = WorkerChannel(lambda body: pickle.loads(msgspec.msgpack.decode(body)))

@@ -83,7 +83,7 @@ class TextCodec:
         self._tokenizer.no_padding()
 
     def bounded(self, most_tokens: int) -> "TextCodec":
-        """Returns a codec that raises TextTooLong for texts that surely have over ``most_tokens``."""
+        """Returns a codec that raises TextTooLong for texts that certainly have more tokens."""
         codec = copy.copy(self)
         codec._most_tokens = most_tokens
         return codec
@@ -125,7 +125,7 @@ class TextCodec:
         return json.loads(file.read_bytes()) if file.is_file() else {}
 
     def special_text(self, name: str) -> str | None:
-        """The spelling of the special token that has this name in the settings, such as ``eos_token``."""
+        """The spelling of a token that the settings name, such as ``eos_token``."""
         token = self.settings.get(name)
         return token.get("content") if isinstance(token, dict) else token
 
@@ -218,7 +218,7 @@ class TextCodec:
     def encode_chat(
         self, messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()
     ) -> list[int]:
-        """Returns the token IDs of a conversation, up to the start of the next assistant turn."""
+        """Returns the token IDs of a conversation and of the start of the assistant's turn."""
         text = self.template.render(messages, tools=tools)
         if self.prompt_end is None:
             self.prompt_end = self._checked_end(messages, text, tools)
@@ -262,7 +262,7 @@ class TextCodec:
     def unfinished_text(
         self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()
     ) -> str:
-        """Renders a conversation up to the end of its last message, for the model to continue it."""
+        """The text of a conversation up to the end of its last message, which the model continues."""
         *before, last = messages
         opened = {**last, "content": (last.get("content") or "") + _TURN}
         return self._around_turn([*before, opened], opens_turn=False, tools=tools)[0]
@@ -347,10 +347,10 @@ class TextCodec:
         return text.encode()
 
     def excerpt(self, token_ids: Sequence[int]) -> str:
-        """Returns the text of tokens as a Python literal, without the middle of a long text."""
+        """Returns the text of tokens as a Python literal; the middle of a long text is left out."""
         text = repr(self.decode_exactly(token_ids))
         return re.sub(r"^(.{150}).{20,}(.{150})$", r"\1 ... \2", text)
 
     def decode_exactly(self, token_ids: Sequence[int]) -> str:
-        """Returns the text of tokens, including all special tokens."""
+        """Returns the text of tokens with all special tokens, as the model reads them."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)

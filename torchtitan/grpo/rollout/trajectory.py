@@ -3,11 +3,11 @@
 
 """Generates one completion in one or several segments, on one or several servers.
 
-With ``rollout.segment_tokens``, a server generates only that many tokens per request. The next
+With ``rollout.segment_tokens`` a server generates only that many tokens per request. The next
 segment goes to any server that has room. Its prompt includes all earlier segments, which a prefix
-cache can supply. A lost server or a stopped run then costs at most one segment. The completion
-looks as if from a single request: tokens and logprobs are kept as the servers returned them, and
-each token has the policy version that generated it.
+cache can supply. A lost server or a stopped run then costs one segment at most. The completion
+is the same as one from a single request: tokens and logprobs are kept as the servers returned
+them, and each token has the version that generated it.
 
 Completions of environments and agents are written by an `EpisodeWriter` (`agents/writer.py`).
 """
@@ -31,7 +31,7 @@ from torchtitan.grpo.types import Rollout as ScoredRollout
 
 @dataclass(eq=False)
 class Trajectory:
-    """A completion that is being generated. ``so_far`` joins its finished segments."""
+    """A completion that is being generated; ``so_far`` joins its finished segments."""
 
     prompt: Prompt
     so_far: Generation | None = None
@@ -46,7 +46,7 @@ class Trajectory:
         return task.result()
 
     async def until_ended(self) -> None:
-        """Waits until the completion is whole, or has failed because of a server or its environment."""
+        """Waits until the completion is whole, or a server or its environment has made it fail."""
         with contextlib.suppress(ServerError, EnvironmentFailed):
             await self.task
 
@@ -75,7 +75,7 @@ class RunningGroup:
         return [error for task in ended if isinstance(error := task.exception(), EnvironmentFailed)]
 
     def begun(self) -> tuple[Generation, ...]:
-        """The finished segments of incomplete completions, including those that a stopping run cancelled."""
+        """What was generated of unfinished completions, including those cancelled by a stopping run."""
         running = (t.so_far for t in self.trajectories if not t.task.done() or t.task.cancelled())
         return tuple(so_far for so_far in running if so_far is not None)
 
@@ -190,7 +190,7 @@ class TrajectoryWriter:
 
 
 def _context(prompt: Prompt, whole: Generation) -> np.ndarray:
-    """The tokens that the model sees when it continues a completion."""
+    """The tokens that the model sees when it goes on with a completion."""
     if whole.new_rows:
         return whole.token_ids[whole.new_rows[-1][0] :]
     return np.concatenate([prompt.token_ids, whole.token_ids])

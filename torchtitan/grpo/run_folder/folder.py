@@ -91,7 +91,7 @@ class RunFolder:
 
 
 def hold(config: JobConfig, folder: Path | None = None) -> HeldFolders:
-    """Makes and locks ``folder``, or by default all that a run writes to. Raises FolderInUse, FolderError."""
+    """Makes and locks ``folder``, or all that a run writes to. Raises FolderInUse and FolderError."""
     launch = launch_id()
     # A run that was asked to stop ends within its bound. Other ranks wait meanwhile.
     patience = min(config.grpo.stop_timeout_seconds + 2, config.comm.init_timeout_seconds / 2)
@@ -178,7 +178,7 @@ def _is_visible(folder: Path) -> bool:
 
 
 def _check_name(name: str) -> None:
-    """Refuses names that are valid but surely not what the user means, such as ``~/outputs`` or a URL."""
+    """Refuses valid names that are not the folder that the user means, such as ``~/outputs`` or a URL."""
     if not name.strip():
         raise ValueError("it is empty")
     if name.startswith("~"):
@@ -207,7 +207,7 @@ def _problem(name: str) -> Exception | None:
 
 
 def _nearest(folder: Path) -> Path:
-    """Returns the path if it exists, or else its innermost parent folder that exists."""
+    """Returns what exists of a path: the path itself, or the innermost folder around it."""
     while True:
         try:
             os.lstat(folder)

@@ -7,8 +7,8 @@ torchrun starts ranks again with the same command line if one dies (``--max-rest
 joins, and schedulers start whole jobs again. Such a restart must continue the run, even if
 ``job.overwrite`` is set, which would replace it. A run therefore first notes in its folder, in one
 atomic rename, to which launch it belongs (:func:`note_launch`). The attempt's number cannot replace
-the note, because each agent counts its own attempts. But if that number says that this is a later
-attempt, it never removes a run, which may be of its own launch.
+the note, because each agent counts its own attempts. But an attempt whose number is not the first never
+removes a run, because the run may be of its own launch.
 """
 
 import os
@@ -87,7 +87,7 @@ def is_restart(dump_folder: str) -> bool:
 
 
 def is_first_attempt(dump_folder: str) -> bool:
-    """Whether no launcher has counted an earlier attempt, and the folder's note is not damaged."""
+    """Whether no launcher counts an earlier attempt, and the note is not damaged."""
     counts = _count("TORCHELASTIC_RESTART_COUNT") + _count("SLURM_RESTART_COUNT")
     return not counts and noted_launch(Path(dump_folder)) != Launch()
 

@@ -10,9 +10,9 @@
 
 A folder gets its next name in one rename. The new run writes nothing before the folder has its second
 name. Then the run notes its launch (`launch.py`), so that its restarts replace nothing. Parts on other
-file systems, such as linked checkpoints, move to a folder ``replaced-TIME`` beside them. The run folder's
+file systems, such as linked checkpoints, move to a folder ``replaced-TIME`` beside them. The moved run's
 ``elsewhere.json`` names that folder, whose own ``elsewhere.json`` names the run folder and TIME. Only
-folders that name this run folder are moved or removed, so a copied run leaves the original's alone.
+folders that name the run folder are moved or removed, so a copied run leaves the original's parts alone.
 """
 
 import os
@@ -201,5 +201,5 @@ class Removal:
                 shutil.rmtree(path, ignore_errors=True)  # else the next run needs the note
 
     def close(self) -> None:
-        """Waits a while for the removal. The next run in the folder removes what is left."""
+        """Waits a while for the removal; the next run in the folder removes the rest."""
         self._thread.join(_CLOSE_SECONDS)

@@ -40,7 +40,7 @@ _MASK = "***"
 
 
 def to_toml(tables: dict[str, Any], defaults: dict[str, Any]) -> str:
-    """Returns tables as TOML, with comments at settings that are masked, unset, or not the default."""
+    """Returns tables as TOML, with comments at settings that are not the default, masked, or not set."""
     lines = ["# What differs from its default has a comment.", ""]
     for name, table in tables.items():
         usual = defaults.get(name, {})
@@ -115,7 +115,7 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 
 def _installed_commit() -> str | None:
-    """Returns the commit that pip recorded if it installed from a repository's URL, or else None."""
+    """The commit that pip recorded at installation from a repository's URL."""
     try:
         record = metadata.distribution("torchtitan-grpo").read_text("direct_url.json")
     except metadata.PackageNotFoundError:

@@ -126,10 +126,10 @@ def check_only(args: list[str], *, shows_settings: bool) -> int:
 
 
 def findings(args: list[str], *, shows_settings: bool = False) -> tuple[int, Iterator[str]]:
-    """Returns an exit status and lines about inputs and layout. ``shows_settings`` adds the settings.
+    """Returns an exit status and lines about inputs and layout; ``shows_settings`` adds the settings.
 
-    The status is 2 if the run would be refused only because of its folder. Any other reason for a
-    refusal raises RunError, here or in the iterator.
+    The status is 2 if the run would be refused only because of its folder. Any other reason raises
+    RunError, here or in the iterator.
     """
     config, model, notes = _open(args, weights=False)
     status, date = 0, ""

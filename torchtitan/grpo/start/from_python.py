@@ -159,10 +159,10 @@ class Run:
         return summary | {key: str(self._start_folder / path) for key, path in paths.items()}
 
     def close(self) -> None:
-        """Ends the run if it has not ended yet, with a checkpoint if ``checkpoint.enable`` is set.
+        """Ends the run if it has not ended, with a checkpoint if ``checkpoint.enable`` is set.
 
         The run has ``grpo.stop_timeout_seconds`` to end, and is then killed. In a forked process, which
-        shares its parent's open files, this does nothing.
+        shares the files with its parent, this does nothing.
         """
         if os.getpid() != self._owner:
             return
@@ -322,7 +322,7 @@ def _tables(
 
 
 def _words(tables: Tables, name_of: Callable[[Callable[..., Any]], str]) -> Iterator[str]:
-    """Yields settings as words of a command line. ``name_of`` gives the names of functions."""
+    """Yields settings as words of a command line, with functions by their names."""
     for name, table in tables.items():
         for key, value in table.items():
             plain = "none" if value is None else _plain(value, name_of)

@@ -65,7 +65,7 @@ class FunctionFiles:
                 write_whole(path, content)
 
     def _free_name(self, function: Callable[..., Any]) -> str:
-        """Returns the function's own name, which metrics show, with a number if the name is taken."""
+        """The function's own name, which metrics show, with a number if another function has it."""
         named = getattr(function, "func", function)  # functools.partial has no name
         name = str(getattr(named, "__name__", type(named).__name__))
         name = name if name.isidentifier() else "function"  # a lambda

@@ -82,7 +82,7 @@ def describe_next(config: JobConfig) -> str:
 
 
 def _trace_file() -> str | None:
-    """Returns the path prefix of the flight recorder's files, or None if the recorder is off."""
+    """Prefix of the names of the flight recorder's files, or None if the recorder is off."""
     if int(os.environ.get("TORCH_FR_BUFFER_SIZE", "0") or 0) <= 0:
         return None
     return os.environ.get("TORCH_FR_DUMP_TEMP_FILE")

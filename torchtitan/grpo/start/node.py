@@ -64,7 +64,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse(arguments: Sequence[str], environ: Mapping[str, str]) -> NodeOptions:
-    """Returns a command line's options. A mistake ends the process with status 2."""
+    """Returns a command line's options; a mistake ends the process with status 2."""
     words = list(arguments)
     split = words.index("--") if "--" in words else len(words)
     words, rest = words[:split], words[split + 1 :]
@@ -119,7 +119,7 @@ def _nodes(value: str | None) -> tuple[int, int]:
 
 
 def _endpoint(value: str | None) -> tuple[str, int]:
-    """Reads ``HOST[:PORT]``, where an IPv6 address stands in brackets."""
+    """Reads ``HOST[:PORT]``; an IPv6 address stands in brackets."""
     host, _, port = (value or "").rpartition(":")
     if value and not value.endswith("]") and host:
         host = host.strip("[]")
@@ -207,7 +207,7 @@ def run_node(options: NodeOptions) -> int:
 
 
 def launch_command(options: NodeOptions) -> str:
-    """Returns the command that starts this node again, without the settings that follow ``--``."""
+    """Returns the command that starts this node again, up to the settings after the two dashes."""
     low, high = options.num_nodes
     words = ["bash", "scripts/launch_multinode.sh", options.config_file]
     words += ["--nnodes", f"{low}" if low == high else f"{low}:{high}"]

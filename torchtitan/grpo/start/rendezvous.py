@@ -111,7 +111,7 @@ class NodeRendezvous(RendezvousHandler):
         )
 
     def _rank_of(self, info: RendezvousInfo) -> int:
-        """Returns this node's rank: torch's, after moving the node that holds the store to the front."""
+        """Returns this node's rank in torch's order, with the node that holds the store moved to the front."""
         if self._node.holds_store:
             info.store.set("first_node", str(info.rank))
             return 0
@@ -146,7 +146,7 @@ class NodeRendezvous(RendezvousHandler):
         return self._inner.num_nodes_waiting()
 
     def get_run_id(self) -> str:
-        """Returns an id that is the same on all nodes, and does not change when ranks are restarted."""
+        """Returns an id that is the same on all nodes, and stays when ranks are restarted."""
         return f"{self._inner.get_run_id()}-{self._launch}"
 
     def shutdown(self) -> bool:

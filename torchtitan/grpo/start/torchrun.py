@@ -106,7 +106,7 @@ def run_agent(arguments: list[str], stop_timeout_seconds: float, **launch: Any) 
 
 
 def _pass_on_signals() -> None:
-    """Makes the first stop signal raise the exception that has the agent end the ranks."""
+    """Makes the first signal raise the exception on which the agent ends the ranks."""
     handled = stop_signals()
 
     def handle(signum: int, frame: FrameType | None) -> None:

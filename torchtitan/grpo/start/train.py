@@ -41,7 +41,7 @@ def choose_num_ranks(config: JobConfig, num_gpus: int, asked: int | None) -> int
 
 
 def ranks_of_layout(config: JobConfig) -> tuple[int, bool]:
-    """Returns the smallest number of ranks that the layout allows, and whether it allows no other."""
+    """Returns the layout's smallest number of ranks, and whether no other number is possible."""
     settings = config.parallelism
     degrees = (
         settings.data_parallel_replicate_degree,

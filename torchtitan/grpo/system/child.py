@@ -4,9 +4,9 @@
 """Starts child processes. Neither they nor the processes that they start can outlive their owner.
 
 Every child has its own session, so Ctrl-C reaches only its owner, which shuts the child down. If the owner
-dies first, the kernel sends the child SIGTERM (on Linux). A descendant that leaves session and parent
+dies first, the kernel sends the child SIGTERM (on Linux). A program that leaves session and parent
 (``setsid``, a double fork) becomes a child of the process that called :func:`adopt_orphans` (on
-Linux). If that process was killed, the descendant is found by ``RUN_VARIABLE`` in its environment.
+Linux). If that process was killed, the program is found by ``RUN_VARIABLE`` in its environment.
 """
 
 import contextlib
@@ -119,7 +119,7 @@ def start_child(
 
 
 def open_log(path: Path) -> IO[bytes]:
-    """Opens a log for appending. No other user can read it, because it shows prompts and settings."""
+    """Opens a log for appending that no other user can read, because it shows prompts and settings."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.fchmod(descriptor, 0o600)  # an earlier program may have made the file
     return open(descriptor, "ab")
@@ -128,7 +128,7 @@ def open_log(path: Path) -> IO[bytes]:
 def stop_children(children: Sequence[subprocess.Popen], grace_seconds: float = 3.0) -> None:
     """Sends SIGTERM to the sessions of all children, and SIGKILL when ``grace_seconds`` have passed.
 
-    Python's resource trackers are killed last, because they remove shared memory that the others leave behind.
+    Python's resource trackers are killed last, because they remove shared memory that others left behind.
     """
     for child in children:
         _signal_session(child, signal.SIGTERM)

@@ -55,7 +55,7 @@ def raise_descriptor_limit(max_connections: int) -> int:
 
 
 def raise_file_limit(wanted: int) -> int:
-    """Raises the limit of open files to ``wanted``, or as far as possible. Returns it, at most ``wanted``."""
+    """Raises the limit of open files to ``wanted`` if possible. Returns ``wanted`` or the lower limit reached."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return wanted
@@ -87,8 +87,8 @@ class ConnectionLimits:
 
         At the limit, this closes the longest idle connection of the host that has the most idle ones.
         Connections with a key are closed only if all others are busy. If none is idle, this closes the
-        oldest busy one without a key, of the host with the most, if ``host`` has at least two fewer. So
-        a host can shut out only itself, and clients without a key cannot shut out those with one.
+        oldest busy one without a key, of the host with the most such connections, if ``host`` has at
+        least two fewer. So a host shuts out only itself, and clients without a key none that have one.
         """
         if self.num_open < self.max_connections:
             return True
@@ -108,7 +108,7 @@ class ConnectionLimits:
         by_host.setdefault(connection.host, {})[connection] = None
 
     def forget(self, connection: "_LimitedProtocol") -> None:
-        """Stops counting a connection. Does nothing if that is not counted."""
+        """Stops counting a connection. Further calls do nothing."""
         if connection.place is None:
             return
         by_host, connection.place = self._open[connection.place], None

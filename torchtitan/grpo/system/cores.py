@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Shares the cores of a machine among processes that compute on CPUs."""
+"""How processes that compute on CPUs share the cores of a machine."""
 
 import os
 import sys

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Measures how fast this CPU multiplies matrices in bfloat16."""
+"""How fast this CPU multiplies matrices in bfloat16."""
 
 import functools
 import time

@@ -106,7 +106,7 @@ def disable_fsdp_gradient_division(model: nn.Module) -> None:
 
 
 def prepare_fsdp_for_gloo(model: nn.Module) -> None:
-    """Makes FSDP2 reduce with plain sums, because gloo lacks PREMUL_SUM. The divide factor must be 1."""
+    """Makes FSDP2 reduce with plain sums, as gloo lacks PREMUL_SUM. They suffice, as the divide factor is 1."""
     from torch.distributed.fsdp import FSDPModule
 
     for module in model.modules():
@@ -129,9 +129,7 @@ def lower_timeouts(dims: "ParallelDims", timeout_seconds: float) -> None:
 
 
 def visible_gpus() -> list[str]:
-    """Returns the names of this machine's visible GPUs, as in ``CUDA_VISIBLE_DEVICES``.
-
-    Training ranks use the first ones."""
+    """Returns this machine's GPUs as in ``CUDA_VISIBLE_DEVICES``. Training ranks use the first ones."""
     if not torch.cuda.is_available():
         return []
     named = os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -64,7 +64,7 @@ def disk_space_problem(errors: list[BaseException], path: Path) -> str | None:
 
 
 def describe_failure(errors: list[BaseException], path: Path) -> str:
-    """Describes in one line why a write to a path failed."""
+    """Describes in one line why something was not written to a path."""
     text = f"{type(errors[0]).__name__}: {errors[0]}".splitlines()[0]
     no_room = disk_space_problem(errors, path)
     return f"{no_room} ({text})" if no_room else text
@@ -77,7 +77,7 @@ def _number(error: BaseException) -> int | None:
 
 
 def _disk_of(path: Path) -> os.statvfs_result:
-    """Returns the statistics of the disk of a path. The path need not exist yet."""
+    """The disk of a path, which need not exist yet."""
     try:
         return os.statvfs(path)
     except OSError:

@@ -18,9 +18,9 @@ FINAL_STATUSES = (STOPPED_BY_GUARD, LAST_SAVE_FAILED, FOLDER_LOST)
 
 
 class RunError(Exception):
-    """An error shown without a traceback. Its message tells what is wrong and what to do.
+    """An error whose message, shown without a traceback, tells what is wrong and what to do.
 
-    If ``exit_status`` is ``None``, the exit status is 2 before training begins, and 1 from then on.
+    If ``exit_status`` is ``None``, the process exits with 2 before training begins, and with 1 from then on.
     """
 
     exit_status: int | None = None
@@ -35,4 +35,4 @@ class RunFailed(RunError, RuntimeError):
 
 
 class DataError(RunError, ValueError):
-    """A data file cannot be used. The message names the TOML key, the file and the line."""
+    """A data file cannot be used; the message names TOML key, file and line."""

@@ -38,7 +38,7 @@ _NEW = "NEW_FILE"
 
 
 def other_format(content: bytes, path: str) -> str | None:
-    """Says what a part of a file is instead of UTF-8 text, and how to convert it. None if it is UTF-8."""
+    """Says what ``content``, a part of a file, is instead of UTF-8 text, and how to convert it."""
     names = {"path": shlex.quote(path), "new": _NEW}
     for beginning, what, remedy in _BEGINNINGS:
         if content.startswith(beginning):
@@ -63,7 +63,7 @@ def other_format(content: bytes, path: str) -> str | None:
 
 
 def not_json_lines(line: bytes, path: str, *, is_first: bool) -> str | None:
-    """Says why a line is not JSON, and what to do. Returns None if a parser's own message is good enough."""
+    """Says why a line is not JSON, and what to do. Returns None where a parser's message is good enough."""
     text = line.strip()
     if found := other_format(text, path):
         return found

@@ -109,7 +109,7 @@ def write_whole(file: Path, content: bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flushes a folder to disk, so that the names of new files survive a crash of the machine."""
+    """Makes the entries of a folder durable, so that new names survive a crash of the machine."""
     with contextlib.suppress(OSError):  # not every system can
         descriptor = os.open(folder, os.O_RDONLY)
         try:

@@ -79,13 +79,13 @@ class Holder(msgspec.Struct, frozen=True):
 
 
 class FolderInUse(RunError):
-    """Another process uses the folder. The message names it."""
+    """Another process, which the message names, has the folder."""
 
     exit_status = 1  # later it may be free
 
 
 class FolderLock:
-    """The lock of one folder: a file in the folder that exists until the release.
+    """Lock of one folder: a file in it that exists until the release.
 
     ``setting`` is what messages to the user call the folder.
     """
@@ -124,7 +124,7 @@ class FolderLock:
             time.sleep(_POLL_SECONDS)
 
     def _attempt(self) -> tuple[Holder, bool] | None:
-        """Takes the lock, or returns its holder and whether the holder is surely alive."""
+        """Takes the lock, or returns its holder and whether that process is surely alive."""
         descriptor = os.open(self.file, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o666)
         try:
             status = os.fstat(descriptor)
@@ -192,7 +192,7 @@ class FolderLock:
         )
 
     def beat(self) -> str | None:
-        """Gives a sign of life. Returns why this process has lost the folder, or None if it still holds it."""
+        """Gives a sign of life. Returns why this process no longer holds the folder, or None if it does."""
         with contextlib.suppress(OSError):
             if not _is_same(self.file.parent, self._folder):
                 return (
@@ -284,7 +284,7 @@ def _try_flock(descriptor: int, mode: int = fcntl.LOCK_EX) -> bool | None:
 
 
 class HeldFolders:
-    """The folder locks of this process, and the thread that gives signs of life for them.
+    """Locks of this process, and the thread that gives their signs of life.
 
     If a lock is lost, that thread calls ``on_lost`` with a message.
     """

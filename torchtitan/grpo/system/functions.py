@@ -56,13 +56,13 @@ def load_function(path: str, what: str, builtin: Iterable[str]) -> Callable[...,
 
 
 def find_neighbours() -> None:
-    """Makes modules in the current folder importable. Installed modules of the same name take precedence."""
+    """Makes modules of the current folder importable. Installed modules of the same name come first."""
     if (folder := os.getcwd()) not in sys.path:
         sys.path.append(folder)
 
 
 def split_path(path: str, what: str, builtin: Iterable[str]) -> tuple[str, str]:
-    """Splits a function's path into module (or file) and function name; see :func:`load_function`."""
+    """Splits a path into module (or file) and function; see :func:`load_function`."""
     module_name, mark, name = path.rpartition(":")
     if not mark:
         module_name, mark, name = path.rpartition(".")

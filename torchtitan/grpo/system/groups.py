@@ -39,7 +39,7 @@ def leader_address() -> str:
 
 
 def route_address(setting: str, server_url: str) -> str:
-    """Resolves ``weight_sync.master_address``. "auto" means this host's address on the route to a server."""
+    """Resolves ``weight_sync.master_address``: "auto" is this host's address on the route to a server."""
     if setting != "auto":
         return setting
     url = urlsplit(server_url)

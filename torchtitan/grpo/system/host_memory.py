@@ -28,7 +28,7 @@ _SECRET_BYTES = 16
 
 
 def available_bytes(cgroup: Path = _CGROUP) -> int:
-    """Returns the free bytes within the container's limit (cgroup v2). Cached files count as free."""
+    """Returns free bytes within the container's limit (cgroup v2); cached files are free."""
     free = psutil.virtual_memory().available
     try:
         limit = (cgroup / "memory.max").read_text().strip()
@@ -86,7 +86,7 @@ class SlotOffer:
         return self.slot_bytes * self.num_slots + _SECRET_BYTES
 
     def slots_in(self, memory: mmap.mmap) -> list[torch.Tensor]:
-        """Returns the slots as uint8 tensors [slot_bytes], which keep the memory mapped."""
+        """Returns each slot as a [slot_bytes] uint8 tensor, which keeps the memory mapped."""
         flat = torch.frombuffer(memory, dtype=torch.uint8)
         return list(flat[:-_SECRET_BYTES].split(self.slot_bytes))
 

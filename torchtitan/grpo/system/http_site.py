@@ -33,9 +33,9 @@ async def answered(request: web.Request, handler: _Handler) -> web.StreamRespons
 
 
 class HttpSite:
-    """Serves an application at an address. Its handlers must run inside :func:`.connections.answering`.
+    """Serves an application at an address. Handlers must run inside :func:`.connections.answering`.
 
-    ``options`` are those of aiohttp's ``AppRunner``. The site may be closed at any time.
+    ``options`` are those of aiohttp's runner. The site may be closed at any time.
     """
 
     def __init__(self, app: web.Application, **options: Any) -> None:
@@ -83,7 +83,7 @@ async def read_body(request: web.Request, max_bytes: int) -> bytes:
 
 
 def _without_contents(record: logging.LogRecord) -> bool:
-    """A log filter that counts malformed requests instead of showing them, because they may hold a key."""
+    """Filters the log: counts malformed requests instead of showing them, as they may hold a key."""
     if not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError)):
         return True
     number, record.exc_info = next(_num_malformed), None

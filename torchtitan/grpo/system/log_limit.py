@@ -38,7 +38,7 @@ class LogLimit:
                 self._thread.start()
 
     def remove(self, pid: int) -> None:
-        """Checks the log of a child that has ended for the last time. Further calls do nothing."""
+        """Checks the log of a child for the last time, as the child has ended. Further calls do nothing."""
         with self._lock:
             log = self._logs.pop(pid, None)
             if log is not None:
@@ -76,7 +76,7 @@ class LogLimit:
 
 
 def _copy_end(log: Path, kept: Path, size: int) -> None:
-    """Copies the newest ``MAX_LOG_BYTES`` of a log, and what is added meanwhile, for this user only."""
+    """Copies the newest ``MAX_LOG_BYTES`` of a log, and what is added meanwhile, readable only by this user."""
     kept.unlink(missing_ok=True)
     descriptor = os.open(kept, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with log.open("rb") as source, open(descriptor, "wb") as target:

@@ -14,7 +14,7 @@ logger = logging.getLogger()
 
 
 def init_logger() -> None:
-    """Makes the root logger write to standard output in torchtitan's format, and nowhere else."""
+    """Writes to standard output in torchtitan's format, in place of all other handlers."""
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(
         logging.Formatter("[titan] %(asctime)s - %(name)s - %(levelname)s - %(message)s")

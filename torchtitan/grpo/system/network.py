@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Finds identity, addresses and interfaces of this host, and which of them lead to another host."""
+"""Identity, addresses and interfaces of this host, and which of them lead to another host."""
 
 import contextlib
 import ipaddress

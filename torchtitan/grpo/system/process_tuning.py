@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Tunes priority, memory, files and garbage collection of processes whose event loops run for weeks."""
+"""Priority, memory, files and garbage collection of processes with event loops that run for weeks."""
 
 import contextlib
 import ctypes
@@ -58,7 +58,7 @@ def map_large_blocks() -> None:
 
 
 def return_free_memory() -> None:
-    """Returns unused pages of glibc's heap to the operating system, as far as possible."""
+    """Gives the pages of glibc's heap that hold nothing back to the system, as far as it can."""
     if sys.platform != "linux":
         return
     with contextlib.suppress(AttributeError):  # another C library, such as musl

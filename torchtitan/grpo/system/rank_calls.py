@@ -45,7 +45,7 @@ class Served(Protocol):
 
 
 def operation(method: Method) -> Method:
-    """Marks a coroutine method as one that rank 0 may call, with positional arguments that msgspec encodes."""
+    """Marks a coroutine method that rank 0 may call. Arguments are positional, and encoded by msgspec."""
     setattr(method, _MARK, True)
     return method
 
@@ -58,9 +58,9 @@ def operations_of(interface: type) -> dict[str, Any]:
 def remote(
     interface: type[T], call: Callable[..., Awaitable[Any]], rank: int, timeout_seconds: float
 ) -> T:
-    """Returns rank 0's proxy of an object on another rank, with the object's operations and ``rank``.
+    """Returns rank 0's proxy of an object on another rank. It has the operations, and the ``rank``.
 
-    ``timeout_seconds`` bounds each call, and must exceed the timeouts within the methods.
+    ``timeout_seconds`` bounds each call, and must exceed the timeouts that the methods apply themselves.
     """
     calls = {
         name: functools.partial(call, rank, name, result_type, timeout_seconds)

@@ -164,7 +164,7 @@ class RankChannel:
 
     @property
     def _backlog(self) -> int:
-        """How many connections may wait for admission: those of all ranks at once, and some of strangers."""
+        """How many connections may wait: all ranks, which connect at once, and some strangers."""
         return self._num_others + _MAX_STRANGERS
 
     def raise_if_lost(self) -> None:
@@ -276,10 +276,10 @@ class RankChannel:
                 await asyncio.gather(*(peer.wait_closed() for peer in peers))
 
     async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serves a new connection on rank 0. Until the secret arrives, it counts as a stranger's.
+        """Serves a connection on rank 0, which is a stranger's until the secret has arrived.
 
-        Strangers are sent nothing, and their end is no loss. A stranger's connection is closed if no
-        secret comes in time, or if it is the oldest one when there are too many.
+        Strangers are sent nothing, and their end is no loss. A stranger's connection is closed if the
+        secret does not come in time, or if there are too many and it is the oldest.
         """
         stranger = _Peer(reader, writer)
         self._strangers.append(stranger)

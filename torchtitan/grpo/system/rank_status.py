@@ -86,7 +86,7 @@ class StatusBoard:
 
 
 def claims_report(lost_rank: int) -> bool:
-    """Returns whether this process shall report a rank's loss. Only the first that asks on a host shall."""
+    """Returns whether this process shall report the loss of a rank: the first of its host that asks."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not file:
         return int(os.environ.get("RANK", "0")) == (1 if lost_rank == 0 else 0)

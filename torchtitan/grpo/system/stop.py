@@ -34,7 +34,7 @@ class StopRequest:
     counts. A process that still runs ``timeout_seconds`` later is ended, together with its children.
 
     Python runs signal handlers on the main thread, which may be stuck in a collective with a dead rank. The
-    interpreter therefore also writes signals to a pipe, and a thread that reads it enforces the timeout.
+    interpreter therefore also writes the signal to a pipe. The thread that reads it enforces the timeout.
     """
 
     def __init__(self, timeout_seconds: float) -> None:
@@ -75,7 +75,7 @@ class StopRequest:
         return self.requested
 
     def on_hangup(self, callback: Callable[[], None]) -> None:
-        """Makes SIGHUP call ``callback`` on another thread instead of ending the run."""
+        """Makes SIGHUP to this process call ``callback`` on another thread, in place of ending the run."""
         self._on_hangup = callback
         signal.signal(signal.SIGHUP, self._handle)  # under nohup it was ignored
         logger.info("To read inference.urls_file again at once: kill -HUP %d", os.getpid())

@@ -58,7 +58,7 @@ def finite(value: Any) -> float | None:
 
 
 def _strict(value: Any, found: list[float]) -> Any:
-    """Copies plain data with None for numbers that are not finite. Appends these numbers to ``found``."""
+    """Copies plain data with None for numbers that are not finite, and adds these numbers to ``found``."""
     if isinstance(value, dict):
         return {key: _strict(one, found) for key, one in value.items()}
     if isinstance(value, list | tuple):

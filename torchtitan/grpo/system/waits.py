@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Pauses before new attempts, reminders while something is awaited, and waits that cancellation cannot cut."""
+"""Pauses before new attempts, reminders of what is still awaited, and waits that cancellation cannot cut."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -28,7 +28,7 @@ async def in_full(coroutine: Coroutine[Any, Any, None]) -> None:
 
 
 class Backoff:
-    """Pauses after failures in a row. The pause doubles each time, from the first to the longest."""
+    """Pause after each of several failures in a row, doubling from the first to the longest."""
 
     def __init__(self, first_seconds: float, longest_seconds: float) -> None:
         self._first_seconds, self._longest_seconds = first_seconds, longest_seconds
@@ -45,7 +45,7 @@ class Backoff:
 
 
 class Reminders:
-    """Reminders at growing intervals: by default after 5, 15, 35 and 75 seconds, then every minute."""
+    """Reminders at growing distances: by default after 5, 15, 35, 75 seconds, then each minute."""
 
     def __init__(self, first_seconds: float = 5.0, longest_seconds: float = 60.0) -> None:
         self._next = self._distance = first_seconds

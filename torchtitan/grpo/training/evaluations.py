@@ -181,7 +181,7 @@ class HeldOutLoss:
         self._rows = received.minibatches
 
     def compute(self) -> float:
-        """Returns the loss in nats per token, the same on every rank."""
+        """Returns nats per token, the same on every rank."""
         total = torch.zeros(2, dtype=torch.float64)
         for rows in self._rows:
             output = self._runner.forward(rows.to(self._device))

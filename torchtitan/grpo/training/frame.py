@@ -99,7 +99,7 @@ class Trainer(Stateful):
         return parallel_dims(self.job_config.parallelism, dist.get_world_size())
 
     def _build_model(self) -> list[nn.Module]:
-        """Returns this rank's parts of the model, with memory but not yet with the model's weights."""
+        """Returns this rank's parts, with memory but without weights."""
         config, dims, spec = self.job_config, self.parallel_dims, self.train_spec
         with torch.device("meta"), utils.set_default_dtype(TORCH_DTYPE_MAP[config.training.dtype]):
             model = spec.model_cls(self.model_args)
@@ -142,7 +142,7 @@ def _take_device() -> torch.device:
 
 
 def join_ranks(settings: Comm, dump_folder: str) -> None:
-    """Makes the process group of all ranks, with NCCL's flight recorder for its collectives."""
+    """Makes the process group of all ranks, whose collectives NCCL's flight recorder remembers."""
     if dist.is_initialized():
         return
     # The recorder writes its files only if the watchdog leaves the communicator as it is:
@@ -162,7 +162,7 @@ def join_ranks(settings: Comm, dump_folder: str) -> None:
 
 
 def set_seeds(dims: ParallelDims, device: torch.device, settings: Debug) -> None:
-    """Seeds all ranks: each pipeline stage with another seed, and the ranks of one stage with the same.
+    """Seeds all ranks: stages of a pipeline differently, the ranks of one stage alike.
 
     Without ``debug.seed``, rank 0 draws the seed. Collective over all ranks.
     """

@@ -3,9 +3,9 @@
 
 """Clips the gradient of all ranks' parameters by its norm.
 
-A pipeline with tied embeddings has a copy of their weight in its first and in its last stage, each with
-a part of the gradient. The parts are added up before clipping, and the norm counts the sum once. Both
-copies thus keep equal gradients, optimizer states and values.
+A pipeline with tied embeddings holds one weight in its first and in its last stage, each with a
+part of the gradient. The parts are added up before clipping, and the norm counts the sum once. Both
+copies then have equal gradients, optimizer states and, from one step to the next, values.
 """
 
 from collections.abc import Sequence

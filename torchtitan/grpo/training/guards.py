@@ -1,10 +1,10 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Decides before each optimizer step whether to take it; see ``[guards]``.
+"""Decides, before each optimizer step, whether it is taken; see ``[guards]``.
 
 All ranks judge the same numbers and need not ask each other: loss metrics are sums over ranks, and
-the gradient norm is rank 0's. A skipped step still advances the policy version and publishes the
+the gradient norm is rank 0's. A skipped step advances the policy version and publishes its
 unchanged weights, because the staleness bound would otherwise admit no further prompts.
 """
 
@@ -37,7 +37,7 @@ class GuardStopped(RunError):
 
 
 class Verdict(IntEnum):
-    """What becomes of an optimizer step. Of several verdicts, the greatest counts."""
+    """What becomes of an optimizer step; of several verdicts, the greatest counts."""
 
     TAKE = 0
     SKIP = 1
@@ -87,7 +87,7 @@ class Guards:
         return self._of_rewards
 
     def is_spike(self, norm: float) -> bool:
-        """Returns whether a gradient norm that is not judged yet is far above those of the last steps."""
+        """Returns whether a norm not yet judged is far above those of the last steps."""
         return math.isfinite(norm) and self._is_outlier(norm, self._norms, _SPIKE_FACTOR)
 
     def judge(

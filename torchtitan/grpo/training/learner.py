@@ -54,7 +54,7 @@ class GradientParts:
 
     @property
     def last_scale(self) -> float:
-        """The factor that turns the summed gradient and losses into those of the whole step."""
+        """Factor that turns the summed gradient and losses into those of the whole step."""
         return self._unit / self._mass
 
     @property
@@ -151,7 +151,7 @@ class Learner:
     def learn_in_parts(
         self, batch: TrainBatch | None, step: int, next_part: Callable[[], TrainBatch | None]
     ) -> StepResult | None:
-        """Takes the single optimizer step of a batch that arrives in parts; see :class:`GradientParts`.
+        """Takes the one step of a batch in parts; see :class:`GradientParts`.
 
         Returns None if a guard ends the run, or if ``next_part`` returns None because the run ends.
         """
@@ -174,7 +174,7 @@ class Learner:
         return None
 
     def end_step(self) -> None:
-        """Updates the reference model and the learning rates after the optimizer steps of a batch."""
+        """Updates the reference and the learning rates after the steps of a batch."""
         if self.scorer.reference is not None:
             self.scorer.reference.follow(self.policy.parts)
         for trainee in self.trainees:
@@ -229,7 +229,7 @@ class Learner:
         scale: float = 1.0,
         waiting: Sequence[ForwardJob] = (),
     ) -> None:
-        """Accumulates gradients of the trainees that learn in this step, if possible in one pass."""
+        """Adds the gradients of the trainees that learn in this step, if possible in one pass."""
         learning = [trainee for trainee in self.trainees if trainee.learns(step)]
         losses = [trainee.loss(minibatch, scale) for trainee in learning]
         first, *others = (TrainJob(t.runner, x) for t, x in zip(learning, losses, strict=True))
@@ -269,7 +269,7 @@ def build_learner(
     enter: Callable[[str], None],
     before_step: Callable[[], None],
 ) -> Learner:
-    """Returns a trainer's learner, and adds its reference model and critic to the checkpoints."""
+    """Returns a trainer's learner. Checkpoints will include its reference model and critic."""
     config: JobConfig = trainer.job_config  # pyright: ignore[reportAssignmentType]
     reference = None
     if config.grpo.kl_coef > 0:

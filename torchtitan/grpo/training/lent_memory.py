@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Estimates how much memory of a lent GPU the waiting training rank leaves to inference servers."""
+"""Computes how much memory of a lent GPU a waiting rank leaves to the servers."""
 
 import math
 import os

@@ -252,7 +252,7 @@ class Loan:
         self.notify: Callable[[int], None] = lambda version: None
 
     def before_wait(self, version: int) -> None:
-        """Lends the devices of all ranks until the batch of ``version`` arrives; see :meth:`make_room`."""
+        """Lends the devices of all ranks until the batch of ``version``; see :meth:`make_room`."""
         self.make_room(version)
         self.tell()
 

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The dispatcher's record of a server, the choice among servers, and a time limit on waiting for one."""
+"""The dispatcher's view of one server, the choice among servers, and a time limit on waiting for one."""
 
 import asyncio
 import logging
@@ -115,7 +115,7 @@ class Server:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the server is lost for another reason than that its devices are needed."""
+        """Whether the server is lost, and not merely waiting for the training devices."""
         return self.is_lost and not self.waits_for_devices
 
     @property
@@ -155,7 +155,7 @@ class Server:
         *,
         is_evaluation: bool = False,
     ) -> Job:
-        """Notes the start of a completion. The window does not count completions of evaluations."""
+        """Notes the start of a completion. The window counts only those of rollouts."""
         number = None if self.window is None or is_evaluation else self.window.begin()
         now = time.monotonic()
         before = self._count_job_seconds(now)
@@ -223,7 +223,7 @@ class Server:
     def leave(self) -> None:
         """Leaves READY, cancels the requests, and completes :meth:`left` at once.
 
-        A cancelled request ends only once the server has answered the cancellation.
+        A cancelled request itself ends only when the server has answered its cancellation.
         """
         self.version = None
         self.is_lost = True

@@ -3,10 +3,10 @@
 
 """Gives evaluations the places on servers that rollouts leave free.
 
-Completions of an evaluation take no place in a server's window, so that no rollout waits for them.
-They start on a server whose window has room beside the rollouts and evaluations that it runs, and
-which reports neither a queue nor full memory. A few of them may always be in flight, because
-rollouts that fill all servers would otherwise keep an evaluation from ever ending.
+Completions of an evaluation take no place in a server's window, so that no rollout waits for one.
+They start on a server whose window has room beside the rollouts and evaluations on it, and which
+reports neither a queue nor full memory. A few may always be in flight: rollouts that fill all
+servers would otherwise keep an evaluation from ever ending.
 """
 
 import asyncio

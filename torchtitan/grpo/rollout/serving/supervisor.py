@@ -160,7 +160,7 @@ class Supervisor:
 
 
 async def _until_deaf(server: LaunchedServer) -> None:
-    """Returns once the server has refused all connections for ``_DEAF_SECONDS``."""
+    """Returns once every connection to the server was refused over ``_DEAF_SECONDS``."""
     # It is counted from the first refusal: time in which this process itself stood still says nothing.
     refused_at: float | None = None
     while True:

@@ -29,7 +29,7 @@ def open_table(
     """Opens a file or a Hugging Face data set.
 
     ``name`` is the configuration of a data set. After renaming, rows must have the prompt column
-    ``column``, unless ``column`` is None. ``key`` is the TOML key of ``path``, for messages.
+    ``column``, unless it is ``None``. ``key`` is the TOML key of ``path``, for messages.
     """
     if not path:
         raise ValueError(

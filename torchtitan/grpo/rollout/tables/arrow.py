@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Tables of Arrow data: parquet files, decoded one row group at a time, and Hugging Face data sets."""
+"""Tables of Arrow data: a parquet file, decoded one row group at a time, and a Hugging Face data set."""
 
 import logging
 from abc import abstractmethod
@@ -24,7 +24,7 @@ CACHE_BYTES = 256 * 1024 * 1024
 
 
 class _ArrowTable(Table):
-    """A table whose rows are decoded in slices, which is much faster than row by row."""
+    """A table whose rows are decoded in slices, much faster than single rows."""
 
     def __init__(
         self, path: str, names: list[str], rename: Mapping[str, str], column: str | None

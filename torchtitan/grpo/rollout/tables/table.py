@@ -9,14 +9,14 @@ from typing import Any
 
 
 class RowError(ValueError):
-    """One row of a table cannot be used, but others can. The message begins with the row's location."""
+    """One row cannot be used; the others can. The message begins with the row's location."""
 
 
 class Table(ABC):
     """Random access to rows. Only one thread at a time may use it.
 
     Methods raise a `RowError` for a row that cannot be used, and another ``ValueError`` if the
-    table can no longer be read. ``num_bytes`` is the table's size, or 0 if unknown.
+    table cannot be read any more. ``num_bytes`` is its size, or 0 if that is not known.
     """
 
     path: str
@@ -67,8 +67,8 @@ def renamed(
 ) -> dict[str, Any]:
     """Returns the row with its new column names, or raises :class:`RowError`.
 
-    An old name that is not a column is a path into one, such as ``reward_model.ground_truth``. The
-    value at this path is copied to a column with the new name, and the original column stays.
+    An old name that is no column is a path, such as ``reward_model.ground_truth``. The value at this
+    path is copied to a column with the new name, and the original column stays.
     """
     result = {rename.get(name, name): value for name, value in row.items()}
     for old, new in rename.items():
@@ -88,7 +88,7 @@ def renamed(
 
 
 def _within(row: Mapping[str, Any], path: str, where: str) -> Any:
-    """Returns the value at a path: a column's name, followed by keys or list indices."""
+    """The value at a path, which consists of a column's name and then keys or list indices."""
     value: Any = row
     for depth, name in enumerate(names := path.split(".")):
         if value is None:  # as in a row of a parquet file whose column holds nothing

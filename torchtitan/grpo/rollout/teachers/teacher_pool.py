@@ -12,8 +12,8 @@ The state of a teacher::
       +-------------------------lost
         it rates the probe tokens as at the start
 
-A teacher that was idle for a while must also rate the probe tokens before its next request. It may
-have been restarted with other weights meanwhile, when there was no request to fail and show that.
+A teacher that was idle for a while must also rate the probe tokens before its next request. Without
+requests that fail, a restart with other weights would have gone unnoticed.
 
 Pauses grow with each failure in a row. A failed rating is requested again, from any teacher that
 is ready. A group is closed as unrated once no teacher has answered anything for
@@ -83,8 +83,8 @@ class TeachersFailing(RuntimeError):
 def student_tokens(top: TopTokens, top_k: int, vocab_size: int, url: str) -> TopTokens:
     """Returns the ``top_k`` most likely tokens of the student's vocabulary, the most likely one first.
 
-    A teacher's further tokens, often unused rows of its embeddings, are dropped: the student cannot
-    write them. Raises :class:`ServerError` if too few tokens are left at a position.
+    The student cannot write a teacher's further tokens, often unused rows of its embeddings. They count
+    as "any other token". Raises :class:`ServerError` if too few tokens are left at a position.
     """
     logprobs = np.where(top.ids < vocab_size, top.logprobs, -np.inf)
     order = np.argsort(-logprobs, axis=1, kind="stable")[:, :top_k]
@@ -265,7 +265,7 @@ class TeacherPool:
         ]
 
     async def _ready_teacher(self, asked_at: float) -> Server:
-        """Waits for a teacher with room for a request, and returns the one with the most.
+        """Waits until a teacher has room for a request, and returns the one with the most room.
 
         Raises NotRated if no teacher has answered for ``teacher.wait_seconds`` since ``asked_at``.
         """

@@ -56,7 +56,7 @@ class Health:
 
 
 def healthz(health: Health, *, is_allowed: bool) -> web.Response:
-    """Answers 200 if the process is well, else 503. Only allowed clients get the problem and the facts."""
+    """Answers 200 if the process is well, else 503. Only an allowed client gets the problem and the facts."""
     is_well = health.problem is None
     status = 200 if is_well else 503
     body: dict[str, Any] = {"status": "ok" if is_well else "stuck"}
@@ -108,8 +108,8 @@ class _Values(Collector):
 class MonitorSite:
     """Serves health and metrics of a process on the running event loop. Port 0 takes a free port.
 
-    ``health`` and ``values`` are called on this loop. If the environment variable `KEY_VARIABLE` holds a
-    key, only clients that send it get metrics and details of the health.
+    ``health`` and ``values`` are called on this loop. If the environment variable ``KEY_VARIABLE`` is set,
+    metrics and details of the health are only for clients that send this key.
     """
 
     def __init__(
