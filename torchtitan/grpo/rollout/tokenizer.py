@@ -323,7 +323,7 @@ class TextCodec:
         return ChatTemplate(self._path, self._chat_kwargs, self._date, special)
 
     def decode(self, completion_ids: Sequence[int], kept: Collection[str] = ()) -> str:
-        """Decodes a completion without its final end of sequence and without special tokens not ``kept``."""
+        """Decodes a completion. Leaves out its final end of sequence, and special tokens not in ``kept``."""
         ids = list(completion_ids)
         if ids and ids[-1] in self._eos:
             ids.pop()

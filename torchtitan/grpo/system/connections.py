@@ -55,7 +55,7 @@ def raise_descriptor_limit(max_connections: int) -> int:
 
 
 def raise_file_limit(wanted: int) -> int:
-    """Raises the limit of open files to ``wanted`` if possible. Returns ``wanted`` or the lower limit reached."""
+    """Raises the limit of open files to ``wanted`` if possible. Returns ``wanted``, or the limit if lower."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return wanted
