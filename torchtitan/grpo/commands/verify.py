@@ -134,9 +134,9 @@ def compare(
 ) -> tuple[float, int, int]:
     """Compares the server's greedy completions with transformers.
 
-    A token counts as greedy if its logprob is at most twice the tolerance below the highest of
-    ``known_ids`` (a padded vocabulary has more). Returns the largest difference of a token's
-    logprob, the number of tokens that are not greedy, and the number of all tokens.
+    A token counts as greedy if its logprob is less than the highest one by at most twice the tolerance.
+    Only ``known_ids`` count, because a padded vocabulary has ids that no server samples. Returns the
+    largest difference of a token's logprob, the number of tokens that are not greedy, and that of all tokens.
     """
     model = load_model(str(checkpoint), "cpu", "float32").eval()
     known_ids = [token for token in known_ids if token < model.config.vocab_size]

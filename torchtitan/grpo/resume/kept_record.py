@@ -125,7 +125,7 @@ class RecordState(Stateful):
 
 
 def states_in(folder: Path) -> set[str]:
-    """Returns the names of a checkpoint's states, such as ``optimizer``; none if it is not torch's format."""
+    """Returns the names of a checkpoint's states, such as ``optimizer``; none if it is not in torch's format."""
     if not (folder / ".metadata").is_file():
         return set()
     with _refusing_damage(folder):

@@ -186,8 +186,8 @@ class RolloutLink:
     ) -> RolloutBatch | None:
         """Waits for the batch that turns ``version`` into ``version + 1``, or its next part.
 
-        ``lend`` is called if the process wants the devices before it has sent anything of the batch. It
-        must make room on them and then call :meth:`notify_devices_free`.
+        ``lend`` is called if the rollout process wants the devices and has sent nothing of the batch yet.
+        ``lend`` must make room on the devices and then call :meth:`notify_devices_free`.
         """
         if self._asked_version != version:
             self._send(link_messages.NextBatch(version))

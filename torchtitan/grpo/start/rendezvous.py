@@ -58,7 +58,7 @@ class Node:
 class NodeRendezvous(RendezvousHandler):
     """This node's part in the rendezvous. ``tell`` is called with messages for the user.
 
-    Raises OSError if the endpoint is here but cannot be listened at, and TimeoutError if it is unreachable.
+    Raises OSError if the endpoint is here but cannot be used, and TimeoutError if it is unreachable.
     """
 
     def __init__(

@@ -62,7 +62,7 @@ def read_regular(path: str | os.PathLike[str]) -> bytes:
 
 
 def check_folder(folder: str | os.PathLike[str], *, below: bool = False) -> None:
-    """Raises NotRegularError if a folder holds other than regular files. A missing folder passes.
+    """Raises NotRegularError if a folder holds anything but regular files. A missing folder passes.
 
     With ``below``, its subfolders are checked as well.
     """

@@ -49,7 +49,7 @@ def route_address(setting: str, server_url: str) -> str:
 def listening_store(
     address: str, world_size: int | None, timeout_seconds: float, port: int = 0
 ) -> dist.TCPStore:
-    """Returns a store that listens at an address. Port 0 takes a free one. Raises OSError if that fails."""
+    """Returns a store that listens on an address. Port 0 takes a free one. Raises OSError if that fails."""
     family, _, _, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     listener = socket.create_server(target[:2], family=family)
     return dist.TCPStore(

@@ -145,7 +145,7 @@ class GroupedAttention:
 
     @property
     def sent(self) -> int:
-        """Channels that Helix sends to the rank of the kernel, which returns ``attended``."""
+        """Channels that Helix sends to the rank that computes attention. That rank sends back ``attended``."""
         return self.heads + 2 * self.kv_heads
 
     @property

@@ -26,7 +26,7 @@ _MAX_CONNECTIONS = 512
 
 
 class RegistryServer:
-    """Listens at ``inference.registry_address``. Requests must carry the admin key."""
+    """Listens on ``inference.registry_address``. Requests must carry the admin key."""
 
     def __init__(self, address: str, key: str, folder: RegistryFolder) -> None:
         self._host, self._port = split_address(address)
