@@ -33,7 +33,7 @@ class FillContext:
 
     Attributes:
         device: Where the job may compute, on the current stream.
-        rank: This rank's number among the ``num_ranks`` training ranks. Each runs its own units.
+        rank: This rank's number among the ``num_ranks`` training ranks. A job runs on each rank by itself.
         pipeline_rank: This rank's number among the ``num_pipeline_ranks`` ranks of its pipeline.
         dump_folder: The folder of the run.
     """

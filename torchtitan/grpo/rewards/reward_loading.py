@@ -78,7 +78,7 @@ _WHAT = "reward.functions: reward function"
 def load_function(path: str, judge: Callable[[], RewardFunction] | None = None) -> RewardFunction:
     """Loads a function by its path (see `functions`) or a built-in's name. Raises ValueError on failure.
 
-    ``judge`` makes the built-in function ``judge``, which depends on settings.
+    The argument ``judge`` makes the built-in reward of this name, which depends on settings.
     """
     if path == JUDGE and judge is not None:
         return judge()

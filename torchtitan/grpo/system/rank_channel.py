@@ -73,7 +73,7 @@ class _Peer:
         self._has_left = self._has_failed = False
 
     def send(self, message: Message) -> None:
-        """Sends without waiting. A peer that no longer reads does not send either, which is noticed."""
+        """Sends without waiting for the peer to read. A peer that stops reading also stops sending, and so is noticed."""
         if not self._writer.is_closing():
             body = msgspec.msgpack.encode(message)
             self._writer.write(len(body).to_bytes(4, "big") + body)

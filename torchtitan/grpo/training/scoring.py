@@ -106,8 +106,8 @@ class Scorer:
     """Computes advantages and the logprobs of other policies, before a batch's first optimizer step.
 
     Pipelines may delay passes that can wait. If a batch has one optimizer step, the current policy is
-    also the proximal policy, which then needs no pass of its own. ``teacher`` is None if no teacher can
-    have rated the rollouts. With a ``critic``, advantages are computed from the critic's values.
+    also the proximal policy, which then needs no pass of its own. ``teacher`` is None if no rollout
+    can have ratings of a teacher. With a ``critic``, advantages are computed from the critic's values.
     """
 
     config: GRPO

@@ -137,7 +137,7 @@ class ModelRunner:
         return masked
 
     def _prompt_parts(self, plan: PrefillPlan) -> tuple[WholePart | None, ChunkPart | None]:
-        """Uploads the prompt tokens of a step in one copy. Returns its whole prompts and its chunk, or None."""
+        """Uploads a step's prompt tokens in one copy. Returns (whole prompts, chunk), None for one that is empty."""
         # A prompt, or a chunk, of one token is only its row's token.
         prefills = [prefill for prefill in plan.whole if len(prefill.tokens) > 1]
         chunk = plan.chunk

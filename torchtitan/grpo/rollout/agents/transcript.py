@@ -119,9 +119,9 @@ class Transcript:
     def context_behind(
         self, turn: Turn, messages: Sequence[Message], behind: Sequence[Message], tools: Tools = ()
     ) -> Context:
-        """Returns the context for the model's answer to ``behind``.
+        """Returns the context for the model's answer to the messages ``behind``.
 
-        ``turn`` has the tokens of ``messages``, which ``behind`` follows. The context begins with these
+        They come after ``messages``, whose tokens are those of ``turn``. The context begins with these
         tokens if the template can render ``behind`` alone or, with ``templated``, if the template would
         still render the text of ``turn`` unchanged.
         """

@@ -93,7 +93,7 @@ class GroupSender(Sender):
     async def open(
         self, server_url: str, world_size: int, backend: str, in_pieces: bool
     ) -> WeightGroupInfo:
-        """Takes down any earlier group with the server and makes a new one, which nobody has joined yet."""
+        """Closes this server's earlier group, if any, and makes a new one, which nobody has joined yet."""
         await self.leave(server_url)
         end = GroupEnd(server_url, world_size, backend, self._settings, in_pieces=in_pieces)
         self._ends[server_url] = end
