@@ -273,7 +273,9 @@ class Producer:
             and any(self._admission.waits_for_trainer(v, in_flight) for v in versions)
         )
         awaited = self._awaited() if self.is_asked else []
-        are_written = bool(awaited) and all(group.task is None for group in awaited)
+        # A group that the batch needs may not have started yet.
+        are_all = 0 < len(awaited) == self._admission.num_missing
+        are_written = are_all and all(group.task is None for group in awaited)
         self._for_rewards.set(are_written)
         held = self._dispatcher.num_held
         self._for_episodes.set(bool(awaited) and not are_written and 0 < in_flight == held)

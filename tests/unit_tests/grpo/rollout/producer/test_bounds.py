@@ -168,6 +168,34 @@ async def test_time_without_a_ready_server_is_idle_also_while_requests_wait_for_
         assert (await waiting).metrics["rollout/idle_fraction"] == 1
 
 
+async def test_a_trainer_that_waits_for_a_prompt_does_not_wait_for_rewards(world_of):
+    written, gate, is_told = asyncio.Event(), asyncio.Event(), []
+    async with world_of("123", max_staleness=0) as world:
+        producer = world.producer
+        judge, next_prompt = producer._judge.judge, producer._next_prompt
+
+        async def judge_late(*arguments):
+            written.set()
+            await gate.wait()
+            return await judge(*arguments)
+
+        async def late_prompt():
+            if len(producer._running) == 1:
+                await written.wait()
+                is_told.append(producer._for_rewards._holds)
+            return await next_prompt()
+
+        producer._judge.judge, producer._next_prompt = judge_late, late_prompt
+        world.push(0)
+        waiting = asyncio.create_task(world.batch(0))
+        while not producer._for_rewards._holds:
+            await asyncio.sleep(0.01)
+        assert len(producer._running) == 2
+        assert is_told == [False]
+        gate.set()
+        await waiting
+
+
 @pytest.mark.parametrize("cause", ["rewards", "episodes"])
 async def test_what_the_trainer_waits_for_is_told(world_of, cause: str):
     gate = asyncio.Event()
