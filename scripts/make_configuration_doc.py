@@ -138,15 +138,17 @@ def in_markdown(text: str) -> str:
 
 OTHER_NAMES_HEAD = """# Names of other systems
 
-What settings of TRL, verl, prime-rl, slime, AReaL, OpenRLHF, ColossalAI, open-instruct, NeMo-RL and the Transformers trainer are
-called here: names elsewhere, a colon, and the name here. A run that is given one of these names is refused with the same answer.
+This page lists what settings of TRL, verl, prime-rl, slime, AReaL, OpenRLHF, ColossalAI, open-instruct, NeMo-RL and the
+Transformers trainer are called here. A line has the names elsewhere, a colon, and the name here. A run that is given
+one of these names stops with that answer.
 
-- **Producers, actors, rollout workers, engines** are the servers of [`[inference]`](servers.md). **Consumers, learners, trainer
-  workers** are the training ranks. **Learners of a node** (`num_learners_per_node`) are the ranks that `--nproc` gives it; nodes may
-  have different numbers ([clusters](how-to/clusters.md)).
-- **ZeRO** stages are ways to shard ([parallelism](parallelism.md#layouts)). FSDP2 shards weights, gradients and optimizer states, as
-  ZeRO-3 does; with `parallelism.fsdp_reshard_after_forward = "never"`, weights stay gathered until the backward pass, as in ZeRO-2.
-  **`zpg`**, ZeRO++'s sharding within a node, is HSDP: `parallelism.data_parallel_replicate_degree` is the number of nodes.
+- **Producers, actors, rollout workers, engines** are the servers of [`[inference]`](servers.md). **Consumers, learners,
+  trainer workers** are the training ranks. **Learners of a node** (`num_learners_per_node`) are the ranks that
+  `--nproc` starts there; nodes may have different numbers ([clusters](how-to/clusters.md)).
+- **ZeRO** stages are ways to shard ([parallelism](parallelism.md#layouts)). FSDP2 shards weights, gradients and
+  optimizer states, as ZeRO-3 does; with `parallelism.fsdp_reshard_after_forward = "never"`, weights stay gathered until
+  the backward pass, as in ZeRO-2. **`zpg`**, ZeRO++'s sharding within a node, is HSDP:
+  `parallelism.data_parallel_replicate_degree` is the number of nodes.
 - **Episodes and epochs** over the data are not counted: a run has `training.steps` steps, each with a batch of
   `grpo.prompts_per_step` prompts with `grpo.group_size` completions.
 
