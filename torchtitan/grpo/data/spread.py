@@ -7,8 +7,8 @@ Invariants: every sequence stands in one row of one rank; no row is longer than 
 every rank has the same number of rows, a multiple of ``multiple``; equal input gives equal
 output.
 
-One more row costs every rank a row, mostly of padding, so that few rows matter more than a good
-balance. For each number of rows, from the lower bound upwards, until one fits:
+One more row costs every rank a row, mostly of padding. To have few rows is therefore more important
+than a good balance. For each number of rows, from the lower bound upwards, until one fits:
 
 1. Split the sequences into parts of even cost, one for each rank, and pack each part into rows.
    Split by cost only, and if that does not fit, with equal counts: each rank then has sequences of

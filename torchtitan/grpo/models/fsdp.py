@@ -111,7 +111,7 @@ def _prefetch(model: PackedModel, blocks: list[Any]) -> None:
 
 
 def _in_float32() -> MixedPrecisionPolicy:
-    """Returns the float32 policy of a value head, which itself casts the hidden states that it scores."""
+    """Returns a float32 ``MixedPrecisionPolicy`` for a value head, which casts its hidden states itself."""
     return MixedPrecisionPolicy(
         param_dtype=torch.float32, reduce_dtype=torch.float32, cast_forward_inputs=False
     )

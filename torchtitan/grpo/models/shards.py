@@ -103,7 +103,7 @@ def local_tensor(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def local_part(parameter: torch.Tensor) -> torch.Tensor:
-    """Returns this rank's elements of a parameter, through which gradients flow to the same elements."""
+    """Returns this rank's elements of a parameter. Their gradient flows into the parameter's local gradient."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 

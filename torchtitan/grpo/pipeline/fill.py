@@ -146,7 +146,8 @@ class Gap:
 class FillFigures:
     """How much idle time one rank has filled.
 
-    ``late_seconds``, by which units delayed training, includes units that ran before a training pass.
+    ``late_seconds`` is by how much units of jobs delayed training. This includes the whole time of
+    units that ran before a training pass to be measured.
     """
 
     units: float = 0.0

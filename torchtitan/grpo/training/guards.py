@@ -188,7 +188,7 @@ class Guards:
         return self.reason is not None
 
     def halt(self) -> None:
-        """Sets the reason to stop on other ranks, after a guard of rank 0 has stopped the run."""
+        """Stops the run on this rank, after a guard of rank 0 has stopped it there."""
         self.reason = self.reason or "A guard of rank 0 has stopped the run."
 
     def metrics(self) -> dict[str, float]:

@@ -26,8 +26,8 @@ A lent server sleeps while the training ranks use its devices::
 
 When its server is no longer wanted, the lane cancels whatever it is doing, even a push, except the
 request to wake. A server that does not fall asleep is LOST until it is wanted again; the rollout
-process ends the server. JOINING begins with the request to wake. If nothing was cancelled, the groups
-outlast the sleep. The weights never do: the next push sends everything.
+process ends the server. JOINING begins with the request to wake. If nothing was cancelled, the process
+groups outlast the sleep. The weights never do: the next push sends everything.
 
 The state determines what the dispatcher may assume:
 
@@ -36,7 +36,7 @@ The state determines what the dispatcher may assume:
 - During the next push of a READY lane it continues to assume the former version, with which the
   server generates until it commits; the server reports the version of every token.
 - It learns of a loss at ``failed`` and ``version_mismatch``, before the lane recovers (leaves
-  the groups and ends the pause). The retry is due after the recovery.
+  the process groups and ends the server's pause). The retry is due after the recovery.
 - It learns at ``asleep`` that the server uses its devices no more.
 
 A READY lane asks repeatedly for the server's version, which alone reveals a server that was

@@ -225,7 +225,7 @@ def reward(prompts, completions, **columns):
 
 
 def write_reward(toml: Path, source: Source, columns: Columns) -> bool:
-    """Writes a reward template beside ``toml`` unless a file is there; returns whether it is unedited."""
+    """Writes a reward template beside ``toml`` unless it exists. Returns whether the file is still unedited."""
     file = toml.with_name(REWARD_FILE)
     others = [name for name in source.columns if name != columns.prompt]
     text = _TEXT.replace("@TOML@", str(toml)).replace("@FILE@", str(file))

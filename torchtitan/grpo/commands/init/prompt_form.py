@@ -39,7 +39,7 @@ _MARK = "THEPROMPTOFTHEROW"
 class PromptForm:
     """The settings of ``[prompts]`` that shape a prompt.
 
-    ``thinks`` says whether the model cannot be told to answer without thinking.
+    ``thinks`` says whether the model always thinks, because its template cannot switch thinking off.
     """
 
     settings: Prompts

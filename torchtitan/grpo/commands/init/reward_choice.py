@@ -43,7 +43,10 @@ _OPENING = (":", ">", "=", "→")
 
 @dataclass(frozen=True)
 class RewardChoice:
-    """A reward that gives 1.0 to ``hits`` of ``num_rows`` right answers, or why no built-in one fits."""
+    """A reward function for the data, or why no built-in one fits.
+
+    Of the data's ``num_rows`` right answers, ``hits`` get 1.0 from the function.
+    """
 
     function: str
     form: Form

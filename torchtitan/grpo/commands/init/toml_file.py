@@ -99,7 +99,7 @@ _HEADING = """\
 
 
 def settings_text(values: Mapping[str, Any]) -> str:
-    """Returns the tables of the file; ``values`` has the values of settings, and those that reasons mention.
+    """Returns the tables of the file. ``values`` has values of settings and of placeholders in comments.
 
     Settings whose value is missing or None are left out.
     """

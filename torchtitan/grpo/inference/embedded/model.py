@@ -169,7 +169,7 @@ class ModelRunner:
         return whole, ChunkPart(chunk_ids, chunk_slots, chunk_rows[0], chunk.start, mask)
 
     def rate(self, sequences: list[list[int]], num_top: int = 0) -> list[PromptRating]:
-        """Returns the logprob of each token of the sequences, except of the first ones.
+        """Returns the logprobs of each sequence's tokens after its first.
 
         Also returns the ``num_top`` most likely tokens at each position, the most likely one first. Runs
         one forward pass without the KV cache.

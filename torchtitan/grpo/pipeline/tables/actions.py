@@ -73,7 +73,7 @@ class Table:
         return bisect_right(self.first_stages, stage) - 1
 
     def number(self, stage: int, offsets: Sequence[int]) -> int:
-        """Returns a stage's number when each model's stages are numbered from its own offset."""
+        """Renumbers a stage: the stages of model ``i`` are numbered from ``offsets[i]`` on."""
         model = self.model(stage)
         return offsets[model] + stage - self.first_stages[model]
 

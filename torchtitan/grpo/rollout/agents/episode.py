@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""One completion that a program drives: answers the program's requests, and keeps the resulting rows."""
+"""One completion that a program drives. An `AgentEpisode` answers the program's requests and keeps the rows."""
 
 import asyncio
 import itertools

@@ -176,7 +176,7 @@ class Lender:
         self._news.set()
 
     async def give_back(self, groups: Sequence[RolloutGroup]) -> dict[str, float]:
-        """Takes back the devices for a complete batch. Returns metrics once no lent server uses them.
+        """Takes back the devices for a complete batch. Returns metrics once no lent server uses the devices.
 
         The caller must send the batch next, because the devices then already count as the trainer's.
         """
