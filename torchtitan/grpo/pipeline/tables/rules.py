@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Tables that follow fixed rules: GPipe, 1F1B, Interleaved1F1B and their zero-bubble relatives.
+"""Tables that follow fixed rules: GPipe, 1F1B, Interleaved1F1B, ZB-H1, ZB-H2 and ZB-V.
 
 Zero-bubble tables (https://arxiv.org/abs/2401.10241) split the backward pass into the gradients of
 inputs, I, and those of weights, W. No other action waits for W, so W can fill idle times.
