@@ -133,7 +133,7 @@ def make_dims(config: JobConfig) -> ParallelDims:
     return dims
 
 
-def make_model(spec: Any, args: Any, dims: ParallelDims, config: JobConfig) -> nn.Module:
+def make_model(spec: Any, args: Any, dims: ParallelDims, config: Any) -> nn.Module:
     """Builds a model as upstream's Trainer does."""
     dtype = TORCH_DTYPE_MAP[config.training.dtype]
     # The meta device needs no fake tensors.
@@ -198,10 +198,11 @@ def titan_step(
     loss: Callable[..., Any] | None = None,
 ) -> Callable[[], Any]:
     """Returns torchtitan's own step over the same tokens, with its cross entropy or another loss."""
-    from titan_model import Trainer, titan_model
+    from titan_model import Trainer, titan_config, titan_model
 
     spec, args = titan_model(hf_model)
-    model = make_model(spec, args, dims, config)
+    titan = titan_config(config)
+    model = make_model(spec, args, dims, titan)
     counter.watch(model)
     optimizers: Any = build_optimizers([model], config.optimizer)
     nothing = SimpleNamespace(step=lambda: None, maybe_wait_for_staging=lambda: None,
@@ -211,7 +212,7 @@ def titan_step(
     size = min(config.training.local_batch_size, rows.num_rows)
     labels = torch.where(rows.host_mask, rows.labels, -100)
     trainer: Any = SimpleNamespace(
-        job_config=config, model_args=args, model_parts=[model], optimizers=optimizers,
+        job_config=titan, model_args=args, model_parts=[model], optimizers=optimizers,
         parallel_dims=dims, lr_schedulers=nothing, checkpointer=nothing, metrics_processor=nothing,
         tokenizer=SimpleNamespace(eos_id=hf_model.eos_token_ids[0]),
         gradient_accumulation_steps=rows.num_rows // size, device=DEVICE, step=1, ntokens_seen=0,
@@ -219,7 +220,7 @@ def titan_step(
         maybe_enable_amp=dist_utils.maybe_enable_amp(
             dims, config.training.mixed_precision_param, DEVICE.type
         ),
-        loss_fn=loss or spec.build_loss_fn(config),
+        loss_fn=loss or spec.build_loss_fn(titan),
     )  # fmt: skip
     trainer.post_dataloading_process = partial(Trainer.post_dataloading_process, trainer)
     trainer.forward_backward_step = partial(Trainer.forward_backward_step, trainer)

@@ -3,16 +3,31 @@
 
 """torchtitan's own Qwen3, whose step is counted beside ours. Nothing else imports torchtitan's models."""
 
+from dataclasses import fields, is_dataclass
 from typing import Any
 
+from torchtitan.config import JobConfig as TitanConfig
 from torchtitan.models.qwen3 import get_train_spec
 from torchtitan.models.qwen3.model.args import Qwen3ModelArgs
 from torchtitan.protocols.train_spec import TrainSpec
 from torchtitan.train import Trainer
 
+from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel
 
-__all__ = ["Trainer", "titan_model"]
+__all__ = ["Trainer", "titan_config", "titan_model"]
+
+
+def titan_config(config: JobConfig) -> TitanConfig:
+    """Returns torchtitan's own configuration, with our values of the settings that both have."""
+    titan = TitanConfig()
+    for table in fields(titan):
+        ours, theirs = getattr(config, table.name, None), getattr(titan, table.name)
+        for setting in fields(theirs) if ours is not None else ():
+            value = getattr(ours, setting.name, theirs)
+            if value is not theirs and not is_dataclass(value):
+                setattr(theirs, setting.name, value)
+    return titan
 
 
 def titan_model(hf_model: HFModel) -> tuple[TrainSpec, Any]:

@@ -12,6 +12,7 @@ import json
 import os
 import sys
 from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -33,10 +34,10 @@ from work import Shape
 from torchtitan.grpo.training.scoring import MinibatchLoss
 
 
-def counted(folder: Path, *overrides: str, num_rows: int = 4) -> dict[str, Any]:
+def counted(folder: Path, *overrides: str, num_rows: int = 4, step: str = "ours") -> dict[str, Any]:
     case = CASES["tiny"]
     arguments = [*case.arguments, "--model.hf_assets_path", str(folder), *overrides]
-    ledger, shape, num_kernels, *_ = steps.count("ours", arguments, case.sizes, num_rows)
+    ledger, shape, num_kernels, *_ = steps.count(step, arguments, case.sizes, num_rows)
     return {
         "parts": {part: asdict(work) for part, work in ledger.parts.items()},
         "total": asdict(ledger.total), "waits": dict(ledger.waits), "num_kernels": num_kernels,
@@ -77,6 +78,8 @@ def main() -> None:
         "checkpointed": counted(folder, "--activation_checkpoint.mode", "full", eager),
         "compiled": counted(folder, *none, "--compile.enable"),
     }
+    if version("torchtitan").startswith("0.2."):  # later releases have another trainer
+        found["torchtitan"] = counted(folder, *none, "--compile.enable", step="torchtitan")
     call = MinibatchLoss.__call__
 
     def waiting(self: Any, output: Any, which: Any) -> Any:

@@ -56,6 +56,15 @@ def test_compiled_blocks_launch_less_and_move_less_than_eager_ones(found):
     assert compiled["total"]["flops"] == pytest.approx(plain["total"]["flops"], rel=1e-3)
 
 
+def test_torchtitans_own_step_is_counted_beside_ours(found):
+    if "torchtitan" not in found:
+        pytest.skip("torchtitan's trainer is another one since 0.3")
+    ours, titan = found["compiled"], found["torchtitan"]
+    assert titan["num_kernels"] > 0
+    assert titan["total"]["flops"] == pytest.approx(ours["total"]["flops"], rel=0.1)
+    assert titan["total"]["bytes"] < 2 * ours["total"]["bytes"]
+
+
 def test_a_step_waits_once_and_every_further_wait_is_found(found):
     (line,) = found["plain"]["waits"]
     assert "loss_metrics.py" in line and found["plain"]["waits"][line] == 1
