@@ -3,7 +3,6 @@
 
 """torchtitan's own Qwen3, whose step is counted beside ours. Nothing else imports torchtitan's models."""
 
-from dataclasses import fields, is_dataclass
 from typing import Any
 
 from torchtitan.config import JobConfig as TitanConfig
@@ -21,12 +20,10 @@ __all__ = ["Trainer", "titan_config", "titan_model"]
 def titan_config(config: JobConfig) -> TitanConfig:
     """Returns torchtitan's own configuration, with our values of the settings that both have."""
     titan = TitanConfig()
-    for table in fields(titan):
-        ours, theirs = getattr(config, table.name, None), getattr(titan, table.name)
-        for setting in fields(theirs) if ours is not None else ():
-            value = getattr(ours, setting.name, theirs)
-            if value is not theirs and not is_dataclass(value):
-                setattr(theirs, setting.name, value)
+    for name, theirs in vars(titan).items():
+        ours = vars(getattr(config, name, theirs))
+        for setting in vars(theirs).keys() & ours.keys():
+            setattr(theirs, setting, ours[setting])
     return titan
 
 
