@@ -78,6 +78,7 @@ class GRPOTrainer(Trainer):
             states={"train_state": self}, sd_adapter=None,
         )  # fmt: skip
         self.is_rank_zero = dist.get_rank() == 0
+        self.phases = self.metrics_processor.monitor.phases
         self.runner = build_policy_runner(self)
         self.clock = StepClock()
         self.guards = Guards(job_config, logger.warning if self.is_rank_zero else lambda _: None)
@@ -111,7 +112,7 @@ class GRPOTrainer(Trainer):
     def enter(self, phase: str) -> None:
         """Reports the new phase of this rank to the other ranks and to the monitor."""
         self.channel.board.enter(phase)
-        self.metrics_processor.monitor.phases.enter(phase)
+        self.phases.enter(phase)
 
     def train(self) -> None:
         self._load_weights()
@@ -161,6 +162,7 @@ class GRPOTrainer(Trainer):
             # Without a further step, the others do not wait for rank 0 here, and `_settle` does all of this.
             if self.should_continue_training():
                 with self.rank_zero.releasing_others():
+                    self.enter("waiting for the first push")
                     self.loan.before_wait(self.step)  # also what the probe has used
                     self._wait_for_push(self.step)
                     self._evaluate()
@@ -224,19 +226,22 @@ class GRPOTrainer(Trainer):
         with self.clock.measure("boundary_stall"):
             self._publish(learned.batch.publish_slot)
             if not self.config.grpo.async_weight_update:
-                self.stopped = self.rank_zero.run(lambda: self._wait_for_push(self.step))
+                with self.phases.within("push"):
+                    self.stopped = self.rank_zero.run(lambda: self._wait_for_push(self.step))
         self.ntokens_seen += learned.batch.num_tokens
         self.progress = learned.batch.progress
         self._log_step(learned)
         self.channel.board.complete(self.step)
-        self.metrics_processor.monitor.phases.complete(self.step)
+        self.phases.complete(self.step)
         return True
 
     def _before_step(self) -> None:
         """Waits until lent optimizer states are back and no checkpoint or push reads the weights."""
         self.loan.before_step()
-        self.checkpointer.maybe_wait_for_staging()
-        with self.clock.measure("boundary_stall"), self.clock.measure("fence"):
+        with self.phases.within("checkpoint"):
+            self.checkpointer.maybe_wait_for_staging()
+        clock = self.clock
+        with clock.measure("boundary_stall"), clock.measure("fence"), self.phases.within("fence"):
             self.publisher.fence()
 
     def _publish(self, slot: int) -> None:
@@ -313,20 +318,16 @@ class GRPOTrainer(Trainer):
         self.publisher.raise_if_failed()
         if self.stop.requested:
             return
-        outcome = RunOutcome(
-            step=self.step,
-            seconds=time.perf_counter() - self.begin,
-            server_version=self.source.served_version(),
-            weight_sync_failures=self.publisher.num_failures,
-            hf_checkpoint=hf_checkpoint,
+        seconds, version = time.perf_counter() - self.begin, self.source.served_version()
+        failures = self.publisher.num_failures
+        self.metrics_processor.report(
+            RunOutcome(self.step, seconds, version, failures, hf_checkpoint)
         )
-        self.metrics_processor.report(outcome)
 
     def _start_rollouts(self) -> None:
         self.metrics_processor.monitor.start()
-        self.loan.before_wait(
-            self.step
-        )  # servers that are launched on the devices need their memory at once
+        # Servers that are launched on the devices need their memory at once.
+        self.loan.before_wait(self.step)
         # Assigned before it is started: what has been started by then must be closed.
         self.source = open_step_source(
             self.config,
@@ -339,6 +340,7 @@ class GRPOTrainer(Trainer):
             on_hangup=self.stop.on_hangup,
             uses_kept_rollouts=not self.begins.unusable_because,
         )
+        self.source.on_arrival = lambda: self.enter("planning the step")
         self.metrics_processor.follow(self.source.link)
         self.source.start()
         record_start(self.config, self.step, sys.argv[1:], self.source.servers)
@@ -406,12 +408,15 @@ class GRPOTrainer(Trainer):
         return checkpoint.export(self, self.sd_adapter, self.hf_model, is_last=is_last)
 
     def _log_step(self, learned: StepResult) -> None:
+        self.enter("recording metrics")
         times = self.clock.end_step()
         if self.source is None:
             return
         metrics = learned.metrics(times["time/step_seconds"])
         metrics["policy_version"] = float(self.step)
         metrics |= times | self.rollout_metrics | self.publisher.metrics()
+        passes, compared = self.learner.take_pass_metrics()
+        metrics |= compared | self.phases.wall_metrics(passes)
         metrics |= self.guards.metrics() | self.runner.take_metrics() | self.loan.metrics()
         if self.utilization is not None:
             metrics |= self.utilization.metrics(times["time/step_seconds"])

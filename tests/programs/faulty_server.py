@@ -216,7 +216,10 @@ async def running_lane(
     sync = WeightSync(retry_seconds=0.001, max_retry_seconds=0.001)
     attestation = Attestation(0, [], Probes(), Tolerances(1.0, 1.0), 1.0)
     listeners = Listeners(
-        lambda: None, server.believe, lambda url, _: server.lose(url), server.note_asleep
+        lambda: None,
+        lambda url, version, _: server.believe(url, version),
+        lambda url, _: server.lose(url),
+        server.note_asleep,
     )
     connection = connect(server, Source(0))
     lane = Lane(connection, versions, sync, attestation, listeners, is_lent=is_lent)

@@ -109,7 +109,7 @@ class LoneTrainer:
         self.told: list[tuple[str, int]] = []
         self.news: list[list[ServerInfo]] = []
         link: Any = SimpleNamespace(
-            notify_version=lambda url, version: self.told.append((url, version)),
+            notify_version=lambda url, version, _: self.told.append((url, version)),
             notify_lost=lambda url, reason: self.told.append((url, -1)),
             notify_asleep=lambda url: self.told.append((url, -2)),
             watch=SimpleNamespace(poll=lambda: self.news.pop(0) if self.news else None),

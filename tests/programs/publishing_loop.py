@@ -79,7 +79,7 @@ class Link:
     def poll(self) -> None:
         """The servers do not change."""
 
-    def notify_version(self, url: str, version: int) -> None:
+    def notify_version(self, url: str, version: int, pause_seconds: float) -> None:
         self._listener.tell("version", url=url, version=version)
         self._sampler.set_version(url, version)
 

@@ -199,6 +199,7 @@ class RolloutController(StepSource):
         )
         if batch is None:
             return None
+        self.on_arrival()
         step = self._planner.plan(
             batch.groups, part=batch.part, step=version, version=version, num_ranks=num_ranks
         )

@@ -10,7 +10,7 @@ not used. With ``prompts.single_rank_load = false`` no rows follow: the message 
 each rank fetches its rollouts from the rollout process.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from enum import IntEnum
 
@@ -153,6 +153,8 @@ class Feed:
         batch_ranks: list[int] = [0] * dist.get_world_size()
         dist.all_gather_object(batch_ranks, batch_rank, group=self.group)
         self.batch_rank_of = batch_ranks
+        self.own_seconds: Callable[[], float] = lambda: 0.0
+        self._own_of_ranks = torch.zeros(len(batch_ranks), dtype=torch.float64)
 
     def send_step(
         self,
@@ -215,13 +217,23 @@ class Feed:
         last bits, so all ranks use rank 0's norm and make the same decisions.
         """
         norm = totals.fetch(grad_norm)
-        own = torch.tensor([norm if self.rank == 0 else 0.0], dtype=torch.float64)
-        numbers = torch.cat([totals.added, own])
+        beside = torch.zeros(1 + len(self.batch_rank_of), dtype=torch.float64)
+        beside[0] = norm if self.rank == 0 else 0.0
+        beside[1 + self.rank] = self.own_seconds()
+        numbers = torch.cat([totals.added, beside])
         dist.all_reduce(numbers, group=self.group)
-        totals.added, norm = numbers[:-1], float(numbers[-1])
+        totals.added, beside = numbers.split([len(totals.added), len(beside)])
+        norm = float(beside[0])
+        self._own_of_ranks += beside[1:]
         if len(totals.largest) > 0:
             dist.all_reduce(totals.largest, op=dist.ReduceOp.MAX, group=self.group)
         return norm
+
+    def take_own_seconds(self) -> list[float]:
+        """Returns what ``own_seconds`` gave on each rank in the reductions since the last call."""
+        taken = self._own_of_ranks.tolist()
+        self._own_of_ranks.zero_()
+        return taken
 
     def _broadcast(self, message: Signal | _Step | None) -> Signal | _Step:
         """Sends rank 0's message; the other ranks pass None and receive it."""

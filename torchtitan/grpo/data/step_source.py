@@ -31,6 +31,7 @@ class StepSource(ABC):
             the run ends as after its last step. False if the run was asked to stop.
         link: Connection to the rollout process, if the source has one.
         servers: Inference servers that were present at the start; empty before :meth:`start`.
+        on_arrival: Called in :meth:`next_step` once the rollouts are there and only their plan is missing.
     """
 
     is_exhausted = False
@@ -47,6 +48,7 @@ class StepSource(ABC):
         self.config, self.progress = config, progress
         self.servers: list[ServerInfo] = []
         self._should_stop = should_stop
+        self.on_arrival: Callable[[], None] = lambda: None
         self._planner = StepPlanner(config, model)
         self.samples: SampleLog = open_sample_log(config, model, start_version)
 

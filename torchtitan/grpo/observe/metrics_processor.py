@@ -6,8 +6,6 @@
 import itertools
 import netrc
 import os
-import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -23,6 +21,7 @@ from torchtitan.grpo.observe.evaluation_records import (
     evaluation_metrics,
     sample_records,
 )
+from torchtitan.grpo.observe.phases import Phases
 from torchtitan.grpo.observe.report import (
     RunOutcome,
     draw_reward_curve,
@@ -33,12 +32,13 @@ from torchtitan.grpo.observe.report import (
 from torchtitan.grpo.observe.run_log import RunLog
 from torchtitan.grpo.observe.sample_log import group_texts
 from torchtitan.grpo.observe.trackers import log_samples, open_trackers, wandb_place
+from torchtitan.grpo.observe.who_waits import WhoWaits
 from torchtitan.grpo.rollout.link import RolloutLink
 from torchtitan.grpo.rollout.results import EvaluationResult
 from torchtitan.grpo.system import strict_json
 from torchtitan.grpo.system.device import count_allocation_retries, take_peak_gib
 from torchtitan.grpo.system.logs import logger
-from torchtitan.grpo.system.monitoring.site import Health, MonitorSite, MonitorThread
+from torchtitan.grpo.system.monitoring.site import MonitorSite, MonitorThread
 
 
 class GRPOMetricsProcessor:
@@ -63,6 +63,7 @@ class GRPOMetricsProcessor:
         self._equal_rewards = EqualRewardsWatch(job_config)
         self._is_chat: bool | None = None
         self._num_retries = 0
+        self._who_waits = WhoWaits(job_config)
 
     def start(self, step: int) -> None:
         """Opens the files. A resumed run continues the files of the run before it."""
@@ -101,6 +102,7 @@ class GRPOMetricsProcessor:
                 'activation_checkpoint.mode = "full".'
             )
             self._num_retries = retries
+        self._who_waits.add(metrics)
         self.monitor.latest = {**self.monitor.latest, **metrics}
         digits = {key: float(f"{value:.7g}") for key, value in metrics.items()}
         self.steps.add({"step": step, **digits})
@@ -149,7 +151,10 @@ class GRPOMetricsProcessor:
         steps, evaluations = self.steps.read(), self.evaluations.read()
         is_supervised = self._config.sft.path is not None
         describe = summarize_supervised if is_supervised else summarize
+        causes = self._who_waits.causes()  # of the steps, without what follows them
+        self._who_waits.add(self.monitor.phases.wall_metrics({}))
         summary = describe(outcome, steps, evaluations)
+        summary |= {"wall": self._who_waits.summary(), "causes": causes}
         print(strict_json.dumps(summary, indent=2), flush=True)
         write_summary(self._folder, summary)
         if not is_supervised:
@@ -165,6 +170,8 @@ class GRPOMetricsProcessor:
         print(f"Everything is in {self._folder}: {', '.join(files)}.", flush=True)
         if place:
             print(place, flush=True)
+        for cause in causes[:2]:
+            print(cause["text"], flush=True)
 
     def _track(self, metrics: Mapping[str, float], step: int) -> None:
         for tracker in self.trackers:
@@ -186,9 +193,6 @@ def _keep_wandb_offline_without_key() -> None:
         if netrc.netrc().authenticators("api.wandb.ai") is not None:
             return
     os.environ["WANDB_MODE"] = "offline"
-
-
-_TIMES_LONGER = 3.0
 
 
 class RankMonitor:
@@ -220,54 +224,3 @@ class RankMonitor:
         if self._thread is not None:
             self._thread.close()
             self._thread = None
-
-
-class Phases:
-    """The phases of a training rank. The training thread sets them, and any thread may read them.
-
-    A rank counts as stuck if a phase lasts longer than ``stuck_seconds``, and also longer than three times
-    the longest earlier phase of the same name: a run whose steps take an hour is not stuck in the second.
-    """
-
-    def __init__(self, stuck_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._stuck_seconds, self._clock = stuck_seconds, clock
-        self._phase, self._since = "starting", clock()
-        self._longest: defaultdict[str, float] = defaultdict(float)
-        self._completed: int | None = None
-        self._completed_at = clock()
-
-    def enter(self, phase: str) -> None:
-        now, former = self._clock(), self._phase
-        self._longest[former] = max(self._longest[former], now - self._since)
-        self._phase, self._since = phase, now
-
-    def complete(self, step: int) -> None:
-        self._completed, self._completed_at = step, self._clock()
-
-    def metrics(self) -> dict[str, float]:
-        now = self._clock()
-        return {
-            "monitor/step": float(self._completed or 0),
-            "monitor/since_step_seconds": now - self._completed_at,
-            "monitor/phase_seconds": now - self._since,
-        }
-
-    def health(self, servers: Mapping[str, Any]) -> Health:
-        """Returns the rank's state, and whether it is stuck. ``servers`` maps URLs to the servers' states."""
-        now = self._clock()
-        phase, lasted = self._phase, now - self._since
-        bound = max(self._stuck_seconds, _TIMES_LONGER * self._longest.get(phase, 0.0))
-        problem = None
-        if lasted > bound:
-            problem = (
-                f"The phase {phase!r} has lasted {lasted:.0f} s, more than {bound:.0f} s "
-                "(observe.stuck_seconds)."
-            )
-        facts = {
-            "phase": phase,
-            "phase_seconds": round(lasted, 3),
-            "step": self._completed,
-            "seconds_since_step": round(now - self._completed_at, 3),
-            "servers": dict(servers),
-        }
-        return Health(problem, facts)

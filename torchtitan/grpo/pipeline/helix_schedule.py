@@ -9,7 +9,7 @@ recomputes the part. Attention keeps what autograd saves. Neither keeps outputs 
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -32,6 +32,7 @@ from torchtitan.grpo.models.fsdp import BetweenMicrobatches
 from torchtitan.grpo.pipeline.lean_stage import LeanStage
 from torchtitan.grpo.pipeline.lowering import lower
 from torchtitan.grpo.pipeline.mail import Mail
+from torchtitan.grpo.pipeline.pass_marks import PassMarks, timed
 from torchtitan.grpo.pipeline.pass_timer import Part, PassTimer
 from torchtitan.grpo.pipeline.tables.actions import Action, Costs, Table
 from torchtitan.grpo.pipeline.tables.simulate import simulate
@@ -79,6 +80,7 @@ class HelixSchedule:
     ) -> None:
         self.stages = stages
         self.timer: PassTimer | None = None
+        self.marks: PassMarks | None = None
         """Measures passes by part, if it is set."""
         self._attention, self._loss = attention, loss
         self._recomputes, self._chunk_tokens = recomputes, chunk_tokens
@@ -316,7 +318,7 @@ class HelixSchedule:
         return self._mail.take(_key(action, 0, forward=forward))
 
     def _timed(self, part: int, kind: Part) -> AbstractContextManager[None]:
-        return nullcontext() if self.timer is None else self.timer.measure(part, kind)
+        return timed(part, kind, self.timer, self.marks)
 
 
 def _key(action: _Action, step: int, *, forward: bool) -> tuple[int, str, int]:

@@ -35,6 +35,7 @@ from torchtitan.grpo.models.weight_grads import WeightGradients
 from torchtitan.grpo.pipeline.fill import GapFiller
 from torchtitan.grpo.pipeline.mail import begun
 from torchtitan.grpo.pipeline.offload import OffloadPlan
+from torchtitan.grpo.pipeline.pass_marks import PassMarks, timed
 from torchtitan.grpo.pipeline.pass_timer import Part, PassTimer
 
 
@@ -135,6 +136,7 @@ class LeanStage(PipelineStage):
         self._arriving: dict[int, list[dist.Work]] = {}
         self._arriving_inputs: dict[int, list[dist.Work]] = {}
         self.timer: PassTimer | None = None
+        self.marks: PassMarks | None = None
         self.early: EarlyRecompute | None = None
         self.offload: OffloadPlan | None = None
         self.filler: GapFiller | None = None
@@ -268,7 +270,7 @@ class LeanStage(PipelineStage):
         return self.offload.forward((self.stage_index, microbatch), self.submod, inputs)
 
     def _timed(self, kind: Part) -> AbstractContextManager[None]:
-        return nullcontext() if self.timer is None else self.timer.measure(self.stage_index, kind)
+        return timed(self.stage_index, kind, self.timer, self.marks)
 
     def _send(self, operations: list[dist.P2POp]) -> list[dist.P2POp]:
         """Sends immediately and returns no operations: the runtime would keep their tensors."""

@@ -43,6 +43,7 @@ them.
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Literal
 
 from torchtitan.grpo.config import GRPO, Rollout
 
@@ -73,6 +74,10 @@ class Admission:
         limit = rollout.buffer_size_limit // grpo.group_size
         self._max_buffered = limit or 2 * self.groups_per_batch
         self._open: dict[int, _OpenGroup] = {}  # in start order
+
+    @property
+    def completions_per_batch(self) -> int:
+        return self.groups_per_batch * self._group_size
 
     @property
     def num_finished(self) -> int:
@@ -108,21 +113,28 @@ class Admission:
         ]
 
     def may_start(self, server_version: int, completions_in_flight: int) -> bool:
-        return self._has_capacity(completions_in_flight) and self._room(server_version) > 0
+        return self.has_capacity(completions_in_flight) and self._room(server_version) > 0
 
-    def waits_for_trainer(self, server_version: int, completions_in_flight: int) -> bool:
-        """Whether only the staleness bound or a full buffer keeps a group from starting on a server."""
-        return self._has_capacity(completions_in_flight) and self._room(server_version) <= 0
+    def waits_for_trainer(
+        self, server_version: int, completions_in_flight: int
+    ) -> Literal["", "bound", "buffer"]:
+        """Returns whether the staleness bound or a full buffer alone keeps a group from starting on a server."""
+        if not self.has_capacity(completions_in_flight) or self._room(server_version) > 0:
+            return ""
+        return "buffer" if self._room_in_bound(server_version) > 0 else "bound"
 
-    def _has_capacity(self, completions_in_flight: int) -> bool:
+    def has_capacity(self, completions_in_flight: int) -> bool:
         return completions_in_flight + self._group_size <= self._max_concurrent
 
     def _room(self, server_version: int) -> int:
         """The number of groups that may start on a server of this version. May be negative."""
+        room = self._room_in_bound(server_version)
+        return 0 if room > 0 and self.num_finished >= self._max_buffered else room
+
+    def _room_in_bound(self, server_version: int) -> int:
         consumed = self.next_batch * self.groups_per_batch + self._num_taken
         room = (server_version + self.max_staleness + 1) * self.groups_per_batch
-        room -= consumed + len(self._open)
-        return 0 if room > 0 and self.num_finished >= self._max_buffered else room
+        return room - consumed - len(self._open)
 
     def start(self, group_id: int, server_version: int) -> None:
         """Opens a group. :meth:`may_start` must have allowed it."""

@@ -80,6 +80,7 @@ class GroupJudge:
         self._num_dropped = 0  # for the batch that is being filled
         self.num_equal_dropped = 0
         self._scoring_seconds: list[float] = []
+        self._num_scoring = 0
 
     async def judge(
         self,
@@ -132,12 +133,14 @@ class GroupJudge:
 
     async def _score(self, scorer: Scorer, prompt: Prompt, kept: list[Generation]) -> list[Rollout]:
         begun = time.monotonic()
+        self._num_scoring += 1
         try:
             rollouts = await scorer.score(prompt, kept)
         except ScoringFailed as error:  # logged and counted by the pool
             self._counts["service" if error.kind == "postponed" else "function"] += len(kept)
             raise Unusable("unscored", str(error), SCORING_FAILED) from error
         finally:
+            self._num_scoring -= 1
             self._scoring_seconds.append(time.monotonic() - begun)
         self._count(rollouts)
         return rollouts
@@ -163,6 +166,11 @@ class GroupJudge:
             return await self._teachers.rate_group(accepted)
         except Unrated as error:
             raise Unusable("unrated", str(error), UNRATED) from error
+
+    @property
+    def is_scoring(self) -> bool:
+        """Whether a group is being scored. Without teachers, a written group has nothing else to wait for."""
+        return self._num_scoring > 0 or self._teachers is None
 
     def describe(self) -> str:
         """Describes which groups wait for rewards or for ratings. An empty string if none does."""

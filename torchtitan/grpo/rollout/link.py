@@ -277,9 +277,12 @@ class RolloutLink:
         while self._receive(wait_milliseconds):
             pass
 
-    def notify_version(self, url: str, version: int) -> None:
-        """Reports that the server at ``url`` was attested to serve ``version``. Thread-safe."""
-        self._notify(link_messages.VersionServed(url, version))
+    def notify_version(self, url: str, version: int, pause_seconds: float = 0.0) -> None:
+        """Reports that the server at ``url`` was attested to serve ``version``. Thread-safe.
+
+        ``pause_seconds`` says for how long the server has not generated because of it.
+        """
+        self._notify(link_messages.VersionServed(url, version, pause_seconds))
 
     def notify_lost(self, url: str, reason: str) -> None:
         """Reports that the server at ``url`` must get no more requests. Thread-safe."""

@@ -43,10 +43,11 @@ class Stop(msgspec.Struct, tag=True):
 
 
 class VersionServed(msgspec.Struct, tag=True):
-    """The weight pusher has attested that the server at ``url`` serves ``version``."""
+    """The weight pusher has attested that the server at ``url`` serves ``version``, and for how long it has paused."""
 
     url: str
     version: int
+    pause_seconds: float = 0.0
 
 
 class ServerLost(msgspec.Struct, tag=True):

@@ -256,7 +256,7 @@ class RolloutProcess:
             notice = link_messages.decode_notice(await self._notices.recv())
             if isinstance(notice, link_messages.VersionServed):
                 told = session.lender.note_version if session.lender else dispatcher.set_version
-                told(notice.url, notice.version)
+                told(notice.url, notice.version, notice.pause_seconds)
             elif isinstance(notice, link_messages.ServerLost):
                 dispatcher.set_lost(notice.url, notice.reason)
                 if session.lender is not None:

@@ -21,15 +21,12 @@ from torchtitan.grpo.rollout.ledger import CloseReason, Ledger
 from torchtitan.grpo.rollout.longest_first import LengthRanker, LongestFirst
 from torchtitan.grpo.rollout.prompts import PromptStream
 from torchtitan.grpo.rollout.results import RolloutBatch
-from torchtitan.grpo.rollout.rollout_metrics import (
-    RolloutMetrics,
-    ShareClock,
-    with_environment,
-)
+from torchtitan.grpo.rollout.rollout_metrics import RolloutMetrics, with_environment
 from torchtitan.grpo.rollout.saved import SavedRollouts, UnfinishedGroup
 from torchtitan.grpo.rollout.scoring import brief_columns, prompt_text
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher, Server
 from torchtitan.grpo.rollout.trajectory import CompletionWriter, RunningGroup
+from torchtitan.grpo.rollout.waits import RolloutWaits
 from torchtitan.grpo.system.waits import wait_at_most
 from torchtitan.grpo.types import CAUSES, BatchPart, Generation, Prompt, RolloutGroup, as_context
 
@@ -83,8 +80,7 @@ class Producer:
         self._skipped: dict[int, CloseReason] = {}  # since a prompt was issued last
         self._num_resumed = 0
         self._metrics = RolloutMetrics(prompts.file_names)
-        self._idle, self._held_back = ShareClock(), ShareClock()
-        self._for_rewards, self._for_episodes = ShareClock(), ShareClock()
+        self.waits = RolloutWaits(admission, dispatcher, judge)
         self._kept_groups = KeptGroups(admission.groups_per_batch)
         self.is_asked = False  # the trainer waits for a batch
         self._room = asyncio.Event()
@@ -169,12 +165,12 @@ class Producer:
             )
         begins_batch = not self._taken
         self.is_asked = True
-        self._note_shares()
+        self._note_waits()
         try:
             group_ids = await (self._take_part() if self._num_parts > 1 else self._take_batch())
         finally:
             self.is_asked = False
-        self._note_shares()
+        self._note_waits()
         self._room.set()
         # Sorted by ID, so that a synchronous run is reproducible.
         groups = [self.finished.pop(group_id) for group_id in sorted(group_ids)]
@@ -253,32 +249,13 @@ class Producer:
         while True:
             self._room.clear()
             server = self._dispatcher.choose(usable)
-            self._note_shares()
+            self._note_waits()
             if server is not None:
                 return server
             await wait_at_most(_RETRY_SECONDS, self._room)
 
-    def _note_shares(self) -> None:
-        """Records whether the servers are idle, and what waits for what.
-
-        While the trainer is busy, new groups wait for it if servers have room, but the staleness bound or
-        the buffer has none. While the trainer waits, it waits for rewards if all awaited groups are
-        generated, and for episodes if all completions in flight wait for environments or agents.
-        """
-        in_flight, servers = self._dispatcher.in_flight, self._dispatcher.servers.values()
-        versions = [s.version for s in servers if s.version is not None and s.is_ready()]
-        self._idle.set(in_flight == 0 or not versions)
-        self._held_back.set(
-            not self.is_asked
-            and any(self._admission.waits_for_trainer(v, in_flight) for v in versions)
-        )
-        awaited = self._awaited() if self.is_asked else []
-        # A group that the batch needs may not have started yet.
-        are_all = 0 < len(awaited) == self._admission.num_missing
-        are_written = are_all and all(group.task is None for group in awaited)
-        self._for_rewards.set(are_written)
-        held = self._dispatcher.num_held
-        self._for_episodes.set(bool(awaited) and not are_written and 0 < in_flight == held)
+    def _note_waits(self) -> None:
+        self.waits.note(self._awaited() if self.is_asked else None)
 
     def _start_group(self, prompt: Prompt, server: Server, groups: asyncio.TaskGroup) -> None:
         assert server.version is not None, f"{server.url} is not ready"
@@ -311,7 +288,7 @@ class Producer:
             await asyncio.gather(*(t.until_ended() for t in running.trajectories))
             # From here on the group is about to be finished, and must not be cancelled.
             running.task = None
-            self._note_shares()
+            self._note_waits()
             completions = running.done()
             if self._ranker is not None and completions:
                 self._ranker.observe(prompt, [len(c.token_ids) for c in completions])
@@ -405,13 +382,13 @@ class Producer:
         metrics = self._metrics.of_batch(groups, attempts.num_tokens, counts)
         metrics["rollout/buffer_groups"] = float(len(self.finished))
         metrics["rollout/inflight_rollouts"] = float(self._dispatcher.in_flight)
-        metrics["rollout/idle_fraction"] = self._idle.take()
-        metrics["rollout/wait_trainer_fraction"] = self._held_back.take()
-        metrics["rollout/wait_rewards_fraction"] = self._for_rewards.take()
-        metrics["rollout/wait_episodes_fraction"] = self._for_episodes.take()
         judged = self._judge.take_metrics()
+        judge_seconds = metrics.get("reward/logged/judge_seconds", 0.0)
+        metrics |= self.waits.take(
+            mostly_judge=judge_seconds > 0.5 * judged["rollout/scoring_seconds"]
+        )
         self._drops.counts.update({cause: int(judged[metric]) for cause, metric in CAUSES.items()})
         metrics |= judged | self._drops.take_metrics()
         for name, writer in self._writers.items():
             metrics |= with_environment(name, writer.metrics())
-        return metrics | self._dispatcher.metrics()
+        return metrics | self._dispatcher.metrics() | self._dispatcher.take_shares()

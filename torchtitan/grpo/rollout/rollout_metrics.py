@@ -5,7 +5,7 @@
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -43,30 +43,6 @@ def with_environment(name: str, metrics: Mapping[str, float]) -> dict[str, float
         return dict(metrics)
     parts = ((*key.partition("/"), value) for key, value in metrics.items())
     return {f"{family}/{name}/{rest}": value for family, _, rest, value in parts}
-
-
-class ShareClock:
-    """Measures for which share of the time a condition holds."""
-
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-        self._now = now
-        self._holds = False
-        self._held_seconds = 0.0
-        self._begin = self._since = now()
-
-    def set(self, holds: bool) -> None:
-        now = self._now()
-        if self._holds:
-            self._held_seconds += now - self._since
-        self._holds, self._since = holds, now
-
-    def take(self) -> float:
-        """Returns the share of the time since the last call, in [0, 1]."""
-        self.set(self._holds)
-        elapsed = self._since - self._begin
-        share = self._held_seconds / elapsed if elapsed > 0 else 0.0
-        self._held_seconds, self._begin = 0.0, self._since
-        return share
 
 
 def group_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:

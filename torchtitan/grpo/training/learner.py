@@ -13,6 +13,7 @@ from torchtitan.grpo.data.feed import Feed, TrainBatch
 from torchtitan.grpo.data.step_plan import SampleTable, epoch_order
 from torchtitan.grpo.losses.advantages import are_equal as are_all_equal
 from torchtitan.grpo.losses.objective import metric_reductions
+from torchtitan.grpo.pipeline.pass_marks import PassMarks, PassTimes, compared
 from torchtitan.grpo.training.critic import Critic, build_critic
 from torchtitan.grpo.training.frame import Trainer
 from torchtitan.grpo.training.gradient_norm import GradientClipper
@@ -121,7 +122,14 @@ class Learner:
     guards: Guards
     enter: Callable[[str], None]
     before_step: Callable[[], None]
+    marks: PassMarks
+    _times: PassTimes = field(default_factory=PassTimes)
     _spikes: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.scorer.feed.own_seconds = self._measure
+        for trainee in self.trainees:
+            trainee.runner.mark_in(self.marks)
 
     @property
     def policy(self) -> Trainee:
@@ -180,6 +188,17 @@ class Learner:
         for trainee in self.trainees:
             trainee.schedulers.step()
 
+    def take_pass_metrics(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Returns the seconds of each part of the passes since the last call, and metrics that compare ranks."""
+        times, self._times = self._times, PassTimes()
+        own = self.scorer.feed.take_own_seconds()
+        return times.divided(own), compared(own)
+
+    def _measure(self) -> float:
+        times = self.marks.take()  # the host has just waited for the device
+        self._times.add(times)
+        return times.own
+
     def _begin_batch(self) -> None:
         self._spikes = []
         for trainee in self.trainees:
@@ -230,6 +249,7 @@ class Learner:
         waiting: Sequence[ForwardJob] = (),
     ) -> None:
         """Adds the gradients of the trainees that learn in this step, if possible in one pass."""
+        self.enter("forward and backward")
         learning = [trainee for trainee in self.trainees if trainee.learns(step)]
         losses = [trainee.loss(minibatch, scale) for trainee in learning]
         first, *others = (TrainJob(t.runner, x) for t, x in zip(learning, losses, strict=True))
@@ -241,13 +261,15 @@ class Learner:
 
     def _apply_gradient(self, step: int) -> bool:
         """Clips the gradients, and steps unless a guard refuses. Returns False if a guard ends the run."""
-        self.enter("optimizer step")
+        self.marks.mark("optimizer")
         norms = [t.clipper.clip() if t.learns(step) else None for t in self.trainees]
+        self.marks.mark("")
         self.before_step()
         # The one place of a step at which the host waits for the gradient.
         metrics, spike = dict[str, float](), ""
         for trainee, grad_norm in zip(self.trainees, norms, strict=True):
             metrics |= trainee.finish_update(self.scorer.feed, grad_norm)
+        self.enter("optimizer step")
         norm = metrics.pop("grad_norm", None)
         if norm is not None and self.guards.is_spike(norm):
             name, share = self.policy.clipper.largest(norm, self.scorer.feed.group)
@@ -300,4 +322,5 @@ def build_learner(
         first_step=1 if critic is None else config.critic.warmup_steps + 1,
     )  # fmt: skip
     trainees = [policy] if critic is None else [policy, critic]
-    return Learner(scorer, trainees, guards, enter, before_step)
+    marks = PassMarks(trainer.device)
+    return Learner(scorer, trainees, guards, enter, before_step, marks)

@@ -10,6 +10,7 @@ schedules of torch, which import the compiler.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +19,11 @@ import torch.nn as nn
 
 from torchtitan.grpo.data.feed import Feed
 from torchtitan.grpo.data.rows import TrainRows
+from torchtitan.grpo.models.decoder import blocks_of
 from torchtitan.grpo.models.fsdp import BetweenMicrobatches, Kept
 from torchtitan.grpo.models.packed_attention import HostReach
 from torchtitan.grpo.models.packed_model import ScoredTokens
+from torchtitan.grpo.pipeline.pass_marks import PassMarks
 
 if TYPE_CHECKING:
     from torchtitan.grpo.pipeline.lean_stage import LeanStage
@@ -37,6 +40,9 @@ class ForwardRunner(ABC):
     has_output: bool
     """True if this rank sees the output, as holder of the last pipeline stage."""
 
+    marks: PassMarks | None = None
+    """Where a run's trainees mark what their passes spend time on."""
+
     stages: "Sequence[LeanStage]" = ()
     """Pipeline stages that may also run forward in gaps of training passes; empty if none may."""
 
@@ -46,6 +52,10 @@ class ForwardRunner(ABC):
 
         The result is float32, and 0 where ``rows.scored`` is False; None on ranks that do not see the output.
         """
+
+    def mark(self, part: str) -> None:
+        if self.marks is not None:
+            self.marks.mark(part)
 
     def to_all(self, output: torch.Tensor | None, rows: TrainRows) -> torch.Tensor:
         """Sends an output, [rows, seq] float32, from the ranks that see it to all ranks that train the rows.
@@ -121,6 +131,9 @@ class ModelRunner(ForwardRunner):
         time, the most urgent ones first.
         """
 
+    def mark_in(self, marks: PassMarks) -> None:
+        self.marks = marks
+
     def begin_step(self, step: int) -> None:
         """Called before the passes of a step."""
 
@@ -144,13 +157,19 @@ class WholeModelRunner(ModelRunner):
         self.model, self.rows_at_once = model, rows_at_once
         self._between = BetweenMicrobatches(model, kept)
 
+    def mark_in(self, marks: PassMarks) -> None:
+        super().mark_in(marks)
+        marks.watch(blocks_of(self.model))
+
     def forward(self, rows: TrainRows) -> torch.Tensor:
+        self.mark("forward")
         with torch.no_grad():
             outputs = [
                 self.model(part.tokens, **model_inputs(part))
                 for part in rows.microbatches(self.rows_at_once)
             ]
         self._between.forget_parameters()
+        self.mark("")
         return torch.cat(outputs)
 
     def forward_backward(
@@ -162,13 +181,20 @@ class WholeModelRunner(ModelRunner):
     ) -> None:
         begin = 0
         for part in rows.microbatches(self.rows_at_once):
-            output = self.model(part.tokens, **model_inputs(part, trains=True))
+            self.mark("forward")
             end = begin + part.num_rows
-            part_loss = loss(output, slice(begin, end))
+            # Ranks are compared by their work in the first microbatch.
+            marks = self.marks if begin == 0 else None
+            with nullcontext() if marks is None else marks.watching():
+                output = self.model(part.tokens, **model_inputs(part, trains=True))
+            with nullcontext() if marks is None else marks.own(""):
+                part_loss = loss(output, slice(begin, end))
             self._between.before_backward(is_last=end == rows.num_rows)
+            self.mark("backward")
             part_loss.backward()
             begin = end
         self._between.forget_parameters()
+        self.mark("")
         if beside is not None:
             beside.runner.forward_backward(rows, beside.loss)
 

@@ -16,6 +16,7 @@ from torchtitan.grpo.data.rows import TrainRows
 from torchtitan.grpo.pipeline.build import AnySchedule, build_forward_schedule
 from torchtitan.grpo.pipeline.fill import FillJob, GapFiller
 from torchtitan.grpo.pipeline.lean_stage import DeferredStage, LeanStage
+from torchtitan.grpo.pipeline.pass_marks import PassMarks
 from torchtitan.grpo.pipeline.stages import trains_together
 from torchtitan.grpo.pipeline.table_schedule import GapModel, GapRows, TableSchedule
 from torchtitan.grpo.training.runner import (
@@ -59,9 +60,11 @@ class PipelineForwardRunner(ForwardRunner):
     @torch.no_grad()
     def forward(self, rows: TrainRows) -> torch.Tensor | None:
         parts = rows.microbatches(self.microbatch_rows)
+        self.mark("forward")
         outputs = self.forward_schedule.run(
             self.inputs_of(parts), [model_inputs(part) for part in parts], returns_outputs=True
         )
+        self.mark("")
         return torch.cat(outputs) if self.has_output else None
 
     def to_all(self, output: torch.Tensor | None, rows: TrainRows) -> torch.Tensor:
@@ -118,6 +121,7 @@ class PipelineRunner(PipelineForwardRunner, ModelRunner):
         in_gaps = [self._gap_rows(job) for job in jobs]
         has_input = any(runner.has_input for runner in runners)
         beside: Any = None if other is None else other.schedule
+        self.mark("pipeline")
         self.schedule.run(
             [(part.tokens,) if has_input else () for part in parts],
             [model_inputs(part, trains=True) for part in parts],
@@ -125,8 +129,14 @@ class PipelineRunner(PipelineForwardRunner, ModelRunner):
             waiting=in_gaps,
             beside=beside,
         )
+        self.mark("")
         for job, gap_rows in zip(jobs, in_gaps, strict=True):
             job.add(gap_rows.num_done * self.microbatch_rows, gap_rows.outputs)
+
+    def mark_in(self, marks: PassMarks) -> None:
+        super().mark_in(marks)
+        for one in (self.schedule, *self.schedule.stages):
+            one.marks = marks  # pyright: ignore[reportAttributeAccessIssue]
 
     def _finish(self) -> None:
         self.stage_loss.loss = None

@@ -153,12 +153,12 @@ class VersionMismatch(ServerError):
 class Listeners:
     """Callbacks for the changes of a lane; called in the leader's event loop.
 
-    ``on_change`` follows each change of a public attribute. ``on_version`` gets URL and confirmed
-    version, ``on_lost`` URL and reason, ``on_asleep`` the URL.
+    ``on_change`` follows each change of a public attribute. ``on_version`` gets URL, confirmed
+    version and the seconds of the server's pause, ``on_lost`` URL and reason, ``on_asleep`` the URL.
     """
 
     on_change: Callable[[], None]
-    on_version: Callable[[str, int], None]
+    on_version: Callable[[str, int, float], None]
     on_lost: Callable[[str, str], None]
     on_asleep: Callable[[str], None]
 
@@ -282,7 +282,7 @@ class Lane:
     def announce(self) -> None:
         """Reports again which version the server has confirmed."""
         if self.version >= 0:
-            self._listeners.on_version(self.url, self.version)
+            self._listeners.on_version(self.url, self.version, 0.0)
 
     async def close(self) -> None:
         self._keep_as_base(None)
@@ -394,7 +394,7 @@ class Lane:
         if self._lost_at is not None:
             seconds, self._lost_at = time.monotonic() - self._lost_at, None
             logger.warning("%s has joined again, %.0f s after it was lost.", self.url, seconds)
-        self._listeners.on_version(self.url, report.version)
+        self._listeners.on_version(self.url, report.version, report.pause_seconds)
         self._take(LaneEvent.ATTESTED)
         logger.info(
             "%s serves version %d: %.1f MB in %.3f s (%.2f GB/s), paused for %.1f ms.",

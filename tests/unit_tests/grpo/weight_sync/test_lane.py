@@ -155,7 +155,7 @@ class Rig:
             Attestation(attest_every, [1, 2, 3], probes, Tolerances(1e-3, 1e-3), 0.05),
             Listeners(
                 on_change=self._meet_fault,
-                on_version=lambda url, version: self.heard.put_nowait(("version", version)),
+                on_version=lambda url, version, _: self.heard.put_nowait(("version", version)),
                 on_lost=lambda url, reason: self.heard.put_nowait(("lost", reason)),
                 on_asleep=lambda url: self.heard.put_nowait(("asleep", url)),
             ),

@@ -155,10 +155,10 @@ class Lender:
 
     # -- news --------------------------------------------------------------------------
 
-    def note_version(self, url: str, version: int) -> None:
+    def note_version(self, url: str, version: int, pause_seconds: float = 0.0) -> None:
         """Handles a lane's notice that it attested a version. Ignored if the server must sleep by now."""
         if url not in self._servers.lent or self.lent in (Lent.WAKING, Lent.AWAKE):
-            self._dispatcher.set_version(url, version)
+            self._dispatcher.set_version(url, version, pause_seconds)
 
     def note_asleep(self, url: str) -> None:
         """Handles a lane's notice that its server sleeps. Ignored if the server is wanted by now."""

@@ -124,12 +124,12 @@ class Dispatcher:
         self._leave_ready(server)
         return list(server.requests)
 
-    def set_version(self, url: str, version: int) -> None:
+    def set_version(self, url: str, version: int, pause_seconds: float = 0.0) -> None:
         server = self.servers.get(url)
         # Late news must not bring requests to a server that has ended, or that is about to sleep.
         if server is None or server.is_down or server.is_cut:
             return
-        server.attest(version)
+        server.attest(version, pause_seconds)
         self._attested.set()
         self._attested = asyncio.Event()
         self._changed()
@@ -222,6 +222,14 @@ class Dispatcher:
             values |= {f"{name}/{key}": value for key, value in server.metrics().items()}
         return values
 
+    def take_shares(self) -> dict[str, float]:
+        """Returns how each server has spent the time since the last call; see :meth:`Server.take_shares`."""
+        return {
+            f"servers/{url.partition('://')[2]}/{name}": share
+            for url, server in self.servers.items()
+            for name, share in server.take_shares().items()
+        }
+
     def _leave_ready(self, server: Server) -> None:
         server.leave()
         for other in self.servers.values():
@@ -296,7 +304,9 @@ class Dispatcher:
         """Counts a completion as in flight on ``server``, or on none, while no server generates it."""
         self._count_flight(1, is_evaluation)
         self.num_held += not is_evaluation
-        job = server and server.begin_job(self._mean_tokens or 1.0, is_evaluation=is_evaluation)
+        job = server and server.begin_job(
+            self._mean_tokens or 1.0, is_evaluation=is_evaluation, is_held=True
+        )
         try:
             yield
         finally:

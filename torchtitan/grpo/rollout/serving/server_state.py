@@ -14,6 +14,7 @@ from typing import Protocol, TypeVar
 from torchtitan.grpo.inference.client import InferenceClient, ServerError, ServerLoad
 from torchtitan.grpo.rollout.serving.concurrency import ConcurrencyWindow
 from torchtitan.grpo.rollout.serving.speed_fit import SpeedFit
+from torchtitan.grpo.system.cause_clock import CauseClock
 from torchtitan.grpo.types import Generation
 
 logger = logging.getLogger(__name__)
@@ -37,6 +38,7 @@ class Job:
     """One completion that a server is generating. ``number`` identifies it in the server's window.
 
     ``is_cut`` says that the request is ended on purpose, and that the tokens generated so far are kept.
+    ``is_held`` says that it only keeps a place, while an environment or an agent works.
     """
 
     expected_tokens: float
@@ -45,6 +47,7 @@ class Job:
     group_id: int | None = None
     is_evaluation: bool = False
     is_cut: bool = False
+    is_held: bool = False
     job_seconds_before: float = 0.0
 
     def remaining_tokens(self, now: float, tokens_per_second: float) -> float:
@@ -60,6 +63,7 @@ class Server:
         version: Attested policy version. ``None`` while the server is not READY.
         is_down: Whether the server's process is known to have ended.
         is_lost: Whether the server has left READY and has not been attested since.
+        is_silent: Whether the server did not answer when it was asked for its load last.
         is_asleep: Whether the server sleeps, or has woken up but has not been attested since.
         is_cut: Whether the server gets no requests, even if attested, because its devices are needed.
         attested: The last version that was attested. Kept when the server leaves READY.
@@ -74,6 +78,7 @@ class Server:
     version: int | None = None
     is_down: bool = False
     is_lost: bool = False
+    is_silent: bool = False
     is_asleep: bool = False
     is_cut: bool = False
     attested: int | None = None
@@ -88,6 +93,7 @@ class Server:
     failures_in_a_row: int = 0
     samples_unknown_ids: bool = False
     speed: SpeedFit = field(default_factory=lambda: SpeedFit(_DOUBTS))
+    clock: CauseClock = field(default_factory=lambda: CauseClock("starting"))
     _job_seconds: float = 0.0  # of all jobs up to the last change
     _changed_at: float = 0.0
     _left: asyncio.Future[None] | None = None
@@ -124,6 +130,27 @@ class Server:
             return "ready"
         return "asleep" if self.is_asleep else "lost" if self.is_lost else "waiting"
 
+    @property
+    def activity(self) -> str:
+        """What the server's time is counted as."""
+        if self.waits_for_devices:
+            return "asleep"
+        if self.attested is None and not self.is_down:
+            return "starting"
+        if not self.is_ready() or self.is_silent:
+            return "lost"
+        return "generating" if any(not job.is_held for job in self.jobs) else "idle"
+
+    def note_activity(self) -> None:
+        self.clock.enter(self.activity)
+
+    def take_shares(self) -> dict[str, float]:
+        """Returns the share of each activity in the time since the last call. They add up to 1."""
+        self.note_activity()
+        seconds = self.clock.take()
+        total = sum(seconds.values()) or 1.0
+        return {f"{cause}_fraction": part / total for cause, part in seconds.items() if part > 0}
+
     def free_places(self) -> float:
         """How many more rollouts fit into the window: 0 or less if it is full."""
         return math.inf if self.window is None else self.window.size - self.load
@@ -134,6 +161,8 @@ class Server:
 
     def metrics(self) -> dict[str, float]:
         values = {"inflight_rollouts": float(self.load)}
+        if self.attested is not None:
+            values["version"] = float(self.attested)
         if self.window is not None:
             values["window"] = float(self.window.size)
         if self.reported is not None:
@@ -154,13 +183,23 @@ class Server:
         group_id: int | None = None,
         *,
         is_evaluation: bool = False,
+        is_held: bool = False,
     ) -> Job:
         """Notes the start of a completion. The window counts only those of rollouts."""
         number = None if self.window is None or is_evaluation else self.window.begin()
         now = time.monotonic()
         before = self._count_job_seconds(now)
-        job = Job(expected_tokens, now, number, group_id, is_evaluation, job_seconds_before=before)
+        job = Job(
+            expected_tokens,
+            now,
+            number,
+            group_id,
+            is_evaluation,
+            is_held=is_held,
+            job_seconds_before=before,
+        )
         self.jobs.add(job)
+        self.note_activity()
         return job
 
     def end_job(self, job: Job, num_tokens: int | None = None) -> None:
@@ -177,6 +216,7 @@ class Server:
             self.tokens_per_second += gain * (speed - self.tokens_per_second)
         self._count_job_seconds(time.monotonic())
         self.jobs.discard(job)
+        self.note_activity()
 
     def _count_job_seconds(self, now: float) -> float:
         self._job_seconds += len(self.jobs) * (now - self._changed_at)
@@ -200,10 +240,14 @@ class Server:
             self._left = asyncio.get_running_loop().create_future()
         return self._left
 
-    def attest(self, version: int) -> None:
+    def attest(self, version: int, pause_seconds: float = 0.0) -> None:
+        """Notes that a version is served now, for which generation was paused."""
         self.version = self.attested = version
         self.is_lost = self.is_asleep = False
         self.retry_at = 0.0
+        left = self.clock.move(pause_seconds, "generating", "paused")
+        self.clock.move(left, "idle", "paused")
+        self.note_activity()
         former, self._attested = self._attested, None
         if former is not None:
             former.set_result(None)
@@ -219,6 +263,7 @@ class Server:
         self.version = None
         for job in self.jobs:
             job.is_cut = True
+        self.note_activity()
 
     def leave(self) -> None:
         """Leaves READY, cancels the requests, and completes :meth:`left` at once.
@@ -227,6 +272,7 @@ class Server:
         """
         self.version = None
         self.is_lost = True
+        self.note_activity()
         left, self._left = self._left, None
         if left is not None:
             left.set_result(None)
@@ -239,10 +285,14 @@ class Server:
             async with asyncio.timeout(_LOAD_TIMEOUT_SECONDS):
                 load = await self.client.load()
         except (ServerError, TimeoutError) as error:
+            self.is_silent = isinstance(error, TimeoutError) or not error.was_answered
             if self.reported is not None:
                 reason = str(error) or f"no answer within {_LOAD_TIMEOUT_SECONDS:.0f} s"
                 logger.info("The load of %s is unknown: %s", self.url, reason)
             load = None
+        else:
+            self.is_silent = False
+        self.note_activity()
         self.report(load)
 
     def report(self, load: ServerLoad | None) -> None:

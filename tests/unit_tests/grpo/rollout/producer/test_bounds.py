@@ -11,8 +11,8 @@ import pytest
 from producer_world import GROUP_SIZE, GROUPS_PER_BATCH
 
 from torchtitan.grpo.rollout.longest_first import LengthRanker
-from torchtitan.grpo.rollout.rollout_metrics import ShareClock
 from torchtitan.grpo.rollout.trajectory import Trajectory
+from torchtitan.grpo.rollout.waits import RolloutWaits
 from torchtitan.grpo.types import BatchPart, GenerateRequest, Generation, Prompt
 
 
@@ -118,8 +118,10 @@ async def test_an_evaluation_beside_it_waits_for_the_version_and_scores_every_pr
 def with_clock(world) -> list[float]:
     """Returns the time, in one element, by which the producer measures its shares."""
     now = [0.0]
-    for name in ("_idle", "_held_back", "_for_rewards", "_for_episodes"):
-        setattr(world.producer, name, ShareClock(lambda: now[0]))
+    producer = world.producer
+    producer.waits = RolloutWaits(
+        producer._admission, producer._dispatcher, producer._judge, lambda: now[0]
+    )
     return now
 
 
@@ -159,8 +161,8 @@ async def test_time_without_a_ready_server_is_idle_also_while_requests_wait_for_
         while not world.dispatcher.in_flight:
             await asyncio.sleep(0.01)
         world.dispatcher.set_lost(world.servers[0].url, "it was killed")
-        idle = world.producer._idle
-        while not idle._holds:
+        idle = world.producer.waits._idle
+        while idle.cause != "idle":
             await asyncio.sleep(0.01)
         now[0] += 1.0
         held.set()

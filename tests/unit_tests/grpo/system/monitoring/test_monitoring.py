@@ -11,7 +11,7 @@ import urllib.request
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from torchtitan.grpo.observe.metrics_processor import Phases
+from torchtitan.grpo.observe.phases import Phases
 from torchtitan.grpo.system.monitoring.addresses import (
     KEY_VARIABLE,
     remove_address,
