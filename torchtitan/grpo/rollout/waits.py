@@ -48,7 +48,7 @@ class RolloutWaits:
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._admission, self._dispatcher, self._judge = admission, dispatcher, judge
-        self._now, self._looked_at = now, -_LOOK_SECONDS
+        self._look_at = 0.0
         self._wait, self._held, self._idle = (CauseClock(now=now) for _ in range(3))
 
     def note(self, awaited: Sequence[RunningGroup] | None) -> None:
@@ -63,10 +63,10 @@ class RolloutWaits:
         self._held.enter(held if awaited is None else "")
         if awaited is None:
             self._wait.enter("")
-            self._looked_at = -_LOOK_SECONDS
-        elif self._now() - self._looked_at >= _LOOK_SECONDS:
+            self._look_at = 0.0
+        elif time.monotonic() >= self._look_at:
             self._wait.enter(self._cause(awaited, ready, held))
-            self._looked_at = self._now()
+            self._look_at = time.monotonic() + _LOOK_SECONDS
 
     def take(self, *, mostly_judge: bool) -> dict[str, float]:
         """Returns metrics since the last call. With ``mostly_judge``, a judge took most time of the scoring."""

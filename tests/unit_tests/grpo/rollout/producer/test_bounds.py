@@ -184,13 +184,13 @@ async def test_a_trainer_that_waits_for_a_prompt_does_not_wait_for_rewards(world
         async def late_prompt():
             if len(producer._running) == 1:
                 await written.wait()
-                is_told.append(producer._for_rewards._holds)
+                is_told.append(producer.waits._wait.cause == "rewards")
             return await next_prompt()
 
         producer._judge.judge, producer._next_prompt = judge_late, late_prompt
         world.push(0)
         waiting = asyncio.create_task(world.batch(0))
-        while not producer._for_rewards._holds:
+        while producer.waits._wait.cause != "rewards":
             await asyncio.sleep(0.01)
         assert len(producer._running) == 2
         assert is_told == [False]
@@ -231,8 +231,7 @@ async def test_what_the_trainer_waits_for_is_told(world_of, cause: str):
             producer._writers[""] = Programs()
         world.push(0)
         waiting = asyncio.create_task(world.batch(0))
-        clock = producer._for_rewards if cause == "rewards" else producer._for_episodes
-        while not clock._holds:
+        while producer.waits._wait.cause != cause:
             await asyncio.sleep(0.01)
         now[0] += 3.0
         done, wanted, num_tokens = producer.progress()
