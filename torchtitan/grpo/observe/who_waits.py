@@ -22,6 +22,9 @@ _LEAST = 0.01
 _BUSY = 0.05
 
 
+Seconds = defaultdict[str, float]
+
+
 class _Cause(NamedTuple):
     """What was waited for, what to do, and the settings that change it; the first is named with its value."""
 
@@ -87,10 +90,11 @@ class WhoWaits:
 
     def __init__(self, config: JobConfig) -> None:
         self._config = config
-        self.trainer, self.rollouts = Counter[str](), Counter[str]()
-        self._servers: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        self.trainer: Seconds = defaultdict(float)
+        self.rollouts: Seconds = defaultdict(float)
+        self._servers: defaultdict[str, Seconds] = defaultdict(lambda: defaultdict(float))
         self._held = 0.0
-        self._ranks: Counter[float] = Counter()  # how often each was the slowest
+        self._ranks = Counter[float]()  # how often each was the slowest
         self._factors: list[float] = []
         self._latest: Mapping[str, float] = {}
 
@@ -113,21 +117,21 @@ class WhoWaits:
     def summary(self) -> dict[str, Any]:
         """Returns the seconds of each cause, and for each server the share of each activity."""
         return {
-            "seconds": round(self.trainer.total(), 3),
-            "trainer": _rounded(self.trainer),
-            "rollouts": _rounded(self.rollouts),
+            "seconds": round(sum(self.trainer.values()), 3),
+            "trainer": _sorted(self.trainer, 3),
+            "rollouts": _sorted(self.rollouts, 3),
             "servers": {url: self._shares(url) for url in self._servers},
         }
 
     def causes(self) -> list[dict[str, Any]]:
         """Returns what the steps waited for, the longest first, each with what changes it."""
-        steps = self.trainer.total() - self.trainer["start"]
+        steps = sum(self.trainer.values()) - self.trainer["start"]
         if steps <= 0:
             return []
         waits = {k: v for k, v in self.trainer.items() if k not in (*_WORK, "start", "rollouts")}
         waits |= self.rollouts
         # Messages and plans take the time that the rollout process does not know.
-        waits["rollouts"] = max(self.trainer["rollouts"] - self.rollouts.total(), 0.0)
+        waits["rollouts"] = max(self.trainer["rollouts"] - sum(self.rollouts.values()), 0.0)
         if self._held and sum(waits.values()) < _BUSY * steps:
             waits["training"] = self._held
         found = sorted(waits.items(), key=lambda item: -item[1])
@@ -178,9 +182,10 @@ class WhoWaits:
         return sorted(self._factors)[len(self._factors) // 2] if self._factors else 1.0
 
     def _shares(self, url: str) -> dict[str, float]:
-        total = self._servers[url].total() or 1.0
-        return {cause: round(part / total, 4) for cause, part in self._servers[url].most_common()}
+        total = sum(self._servers[url].values()) or 1.0
+        return _sorted({cause: part / total for cause, part in self._servers[url].items()}, 4)
 
 
-def _rounded(seconds: Counter[str]) -> dict[str, float]:
-    return {cause: round(each, 3) for cause, each in seconds.most_common()}
+def _sorted(parts: Mapping[str, float], digits: int) -> dict[str, float]:
+    """Returns rounded values, the largest first."""
+    return {k: round(v, digits) for k, v in sorted(parts.items(), key=lambda item: -item[1])}

@@ -5,7 +5,7 @@
 
 import itertools
 import statistics
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -29,12 +29,13 @@ class PassTimes:
         pipeline: Seconds of the pipeline's passes, from the first to the last; 0 without a pipeline.
     """
 
-    parts: Counter[str] = field(default_factory=Counter)
+    parts: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     own: float = 0.0
     pipeline: float = 0.0
 
     def add(self, other: "PassTimes") -> None:
-        self.parts.update(other.parts)
+        for part, seconds in other.parts.items():
+            self.parts[part] += seconds
         self.own += other.own
         self.pipeline += other.pipeline
 
