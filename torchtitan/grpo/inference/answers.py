@@ -276,16 +276,27 @@ def logprob_rule(lowest: float) -> str:
 
 
 def checked_load(
-    source: str, running: Sequence[float], waiting: Sequence[float], kv_use: Sequence[float]
+    source: str,
+    running: Sequence[float],
+    waiting: Sequence[float],
+    kv_use: Sequence[float],
+    prefill: Sequence[float] = (),
+    decode: Sequence[float] = (),
 ) -> ServerLoad:
-    """Returns the load of all engines: the sum of their requests, and the use of the fullest KV cache."""
+    """Returns the load of all engines: sums, and the use of the fullest KV cache.
+
+    ``prefill`` and ``decode`` are seconds, empty if the server does not report them.
+    """
     values = [*running, *waiting, *kv_use]
     if not values or not all(0 <= value < _MAX_LOAD for value in values):  # nor NaN
         raise ServerError(
             f"{source} must answer numbers in [0, {_MAX_LOAD:g}), got running requests "
             f"{running}, waiting requests {waiting} and use of the KV cache {kv_use}."
         )
-    return ServerLoad(int(sum(running)), int(sum(waiting)), max(kv_use))
+    seconds = [sum(values) for values in (prefill, decode)]
+    if not all(0 <= each < math.inf for each in seconds):
+        seconds = [0.0, 0.0]
+    return ServerLoad(int(sum(running)), int(sum(waiting)), max(kv_use), *seconds)
 
 
 def to_number(value: Any) -> float:

@@ -52,11 +52,16 @@ class ServerFacts:
 
 @dataclass(frozen=True)
 class ServerLoad:
-    """Running and waiting requests, and the used fraction of the KV cache, if the server reports it."""
+    """Running and waiting requests, and the used fraction of the KV cache, if the server reports it.
+
+    ``prefill_seconds`` and ``decode_seconds`` are totals since the server's start; only their ratio counts.
+    """
 
     running: int
     waiting: int
     kv_use: float | None
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
 
 
 @dataclass(frozen=True)

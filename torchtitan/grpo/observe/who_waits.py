@@ -16,7 +16,7 @@ from torchtitan.grpo.config.job_config import JobConfig
 _WALL = re.compile(r"wall/(\w+)_seconds")
 _WAIT = re.compile(r"wait/(\w+)_seconds")
 _SERVER = re.compile(r"servers/(.+)/(\w+)_fraction")
-_ACTIVITIES = ("generating", "paused", "idle", "lost", "asleep", "starting")
+_ACTIVITIES = ("generating", "prefill", "paused", "idle", "lost", "asleep", "starting")
 _WORK = ("forward", "backward", "optimizer")
 _LEAST = 0.01
 _BUSY = 0.05

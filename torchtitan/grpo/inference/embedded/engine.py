@@ -98,6 +98,7 @@ class Engine:
         self._batch: _Batch | None = None
         self._calls: deque[_Call] = deque()
         self._wake = threading.Condition()
+        self._prefill_seconds = self._decode_seconds = 0.0
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="embedded-engine", daemon=True)
 
@@ -136,7 +137,10 @@ class Engine:
         entering = min(num_queued, max(num_rows - len(running), 0))
         num_tokens = sum(request.length for request in running)
         capacity = num_rows * self._runner.max_length
-        return ServerLoad(len(running) + entering, num_queued - entering, num_tokens / capacity)
+        return ServerLoad(
+            len(running) + entering, num_queued - entering, num_tokens / capacity,
+            self._prefill_seconds, self._decode_seconds,
+        )  # fmt: skip
 
     def submit(self, requests: Iterable[Request]) -> "Future[None]":
         batch = list(requests)
@@ -353,6 +357,7 @@ class Engine:
     # -- one step ---------------------------------------------------------------------
 
     def _step(self) -> None:
+        begun = time.perf_counter()
         num_decoding = self.num_running - self._queue.num_cut
         plan = self._queue.plan(num_decoding, self._runner.max_slots - self.num_running)
         for prefill in plan.prefills:
@@ -361,6 +366,12 @@ class Engine:
         self._close_holes()
         if self._rows:
             self._forward(plan)
+        # A step computes prompts and generates at once, and takes as long as its tokens.
+        seconds = time.perf_counter() - begun
+        num_prefilled = sum(prefill.stop - prefill.start for prefill in plan.prefills)
+        share = num_prefilled / max(num_prefilled + num_decoding, 1)
+        self._prefill_seconds += share * seconds
+        self._decode_seconds += (1.0 - share) * seconds
         self.num_steps += 1
 
     def _give_rows(self, prefill: Prefill) -> None:

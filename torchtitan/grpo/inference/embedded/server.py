@@ -237,6 +237,8 @@ class EmbeddedServer:
             "num_running_reqs": load.running,
             "num_waiting_reqs": load.waiting,
             "token_usage": load.kv_use,
+            "prefill_seconds": load.prefill_seconds,
+            "decode_seconds": load.decode_seconds,
             "max_running_requests": self._info["max_running_requests"],
         }
         return web.json_response({"version": DIALECT_VERSION, "loads": [loads]})

@@ -137,6 +137,9 @@ def parse_loads(source: str, body: Any) -> ServerLoad:
             [to_number(rank["num_running_reqs"]) for rank in ranks],
             [to_number(rank["num_waiting_reqs"]) for rank in ranks],
             [to_number(rank["token_usage"]) for rank in ranks],
+            # Of the embedded server alone.
+            [to_number(rank.get("prefill_seconds", 0.0)) for rank in ranks],
+            [to_number(rank.get("decode_seconds", 0.0)) for rank in ranks],
         )
 
 

@@ -31,6 +31,8 @@ REQUEST_ID_PREFIX = "generate-tokens-"
 _RUNNING = "vllm:num_requests_running"
 _WAITING = "vllm:num_requests_waiting"
 _KV_USE = "vllm:kv_cache_usage_perc"
+_PREFILL = "vllm:request_prefill_time_seconds_sum"
+_DECODE = "vllm:request_decode_time_seconds_sum"
 _SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{[^}]*\})?\s+(\S+)", re.MULTILINE)
 
 
@@ -137,17 +139,18 @@ def refuses_num_top(error: RouteError) -> bool:
 
 def parse_metrics(source: str, body: Any) -> ServerLoad:
     """Returns the load from ``/metrics``, in Prometheus' text format."""
-    samples: dict[str, list[float]] = {_RUNNING: [], _WAITING: [], _KV_USE: []}
+    needed = (_RUNNING, _WAITING, _KV_USE)
+    samples: dict[str, list[float]] = {name: [] for name in (*needed, _PREFILL, _DECODE)}
     for name, value in _SAMPLE.findall(body if isinstance(body, str) else ""):
         if name in samples:
             samples[name].append(to_number(value))
-    missing = [name for name, values in samples.items() if not values]
+    missing = [name for name in needed if not samples[name]]
     if missing:
         raise ServerError(
             f"{source} must hold {', '.join(missing)}, got {excerpt(body)}. Was the server "
             "started with --disable-log-stats?"
         )
-    return checked_load(source, samples[_RUNNING], samples[_WAITING], samples[_KV_USE])
+    return checked_load(source, *samples.values())
 
 
 GUARD = "torchtitan.grpo.inference.vllm.guard.VllmGuard"

@@ -94,6 +94,7 @@ class Server:
     samples_unknown_ids: bool = False
     speed: SpeedFit = field(default_factory=lambda: SpeedFit(_DOUBTS))
     clock: CauseClock = field(default_factory=lambda: CauseClock("starting"))
+    _seconds: tuple[float, float] = (0.0, 0.0)  # of prefill and decode, when last looked at
     _job_seconds: float = 0.0  # of all jobs up to the last change
     _changed_at: float = 0.0
     _left: asyncio.Future[None] | None = None
@@ -145,8 +146,15 @@ class Server:
         self.clock.enter(self.activity)
 
     def take_shares(self) -> dict[str, float]:
-        """Returns the share of each activity in the time since the last call. They add up to 1."""
+        """Returns the share of each activity in the time since the last call. They add up to 1.
+
+        The time in which it generates is divided by what the server reports of its requests.
+        """
         self.note_activity()
+        if (load := self.reported) is not None:
+            before, self._seconds = self._seconds, (load.prefill_seconds, load.decode_seconds)
+            prefill, decode = (max(n - b, 0.0) for n, b in zip(self._seconds, before, strict=True))
+            self.clock.divide("generating", {"prefill": prefill, "generating": decode})
         seconds = self.clock.take()
         total = sum(seconds.values()) or 1.0
         return {f"{cause}_fraction": part / total for cause, part in seconds.items() if part > 0}
