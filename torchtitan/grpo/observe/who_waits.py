@@ -70,13 +70,12 @@ _CAUSES = {
     "publish": _Cause("the start of pushes", "lower", ("observe.samples_per_step", "weight_sync.attest_every")),
     "ranks": _Cause(
         "other ranks: rank {slowest} took {slowest_factor:.1f} times as long as the typical one",
-        "look at its device and host, or at the balance of",
-        ("prompts.balance_batch", "grpo.pipeline_memory"),
+        "look at its device and host, or at",
+        ("prompts.balance_batch",),
     ),
     "checkpoint": _Cause("checkpoints", "write them beside training, or less often", ("checkpoint.async_mode", "checkpoint.interval")),
     "evaluation": _Cause("evaluations", "raise", ("evaluation.interval", "evaluation.num_prompts")),
     "export": _Cause("exports of the model", "raise", ("grpo.hf_export_interval",)),
-    "lend": _Cause("room for lent servers", "do not lend", ("inference.lend",)),
     "training": _Cause(
         "the trainer: servers could start nothing new", "give training more devices, or raise",
         ("rollout.max_head_offpolicyness",),

@@ -103,6 +103,10 @@ class PassMarks:
             block.register_forward_pre_hook(begin)
             block.register_forward_hook(end, prepend=True)
 
+    def forget(self) -> None:
+        """Drops the marks of passes that are no part of a step, such as those of an evaluation."""
+        self._marks, self._own = [], []
+
     def take(self) -> PassTimes:
         """Returns the times since the last call. The host waits until the device has reached the last mark."""
         marks, own = self._marks, self._own

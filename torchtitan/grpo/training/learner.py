@@ -201,6 +201,7 @@ class Learner:
 
     def _begin_batch(self) -> None:
         self._spikes = []
+        self.marks.forget()
         for trainee in self.trainees:
             trainee.begin_batch()
 

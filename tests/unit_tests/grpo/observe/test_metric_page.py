@@ -17,7 +17,7 @@ from torchtitan.grpo.losses.objective import metric_reductions
 
 FAMILIES = (
     "reward|rollout|loss|policy|mismatch|staleness|data|time|memory|weight_sync|environment|servers"
-    "|evaluation|guards|monitor|server|pipeline|lend"
+    "|evaluation|guards|monitor|server|pipeline|lend|wall|wait|ranks"
 )
 FORM = re.compile(rf"({FAMILIES})/[a-z0-9_]+(/[a-z0-9_]+)?")
 
