@@ -61,7 +61,7 @@ In the rollout process (`rollout/process.py`), all in one event loop::
 import asyncio
 import os
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -183,7 +183,7 @@ class RolloutController(StepSource):
 
     def start(self) -> None:
         """Starts the rollout process, and waits until it is ready or the run is asked to stop."""
-        for warning in warnings_of(self.config):
+        for warning in (*warnings_of(self.config), *_slow_bfloat16(self.config)):
             logger.warning(warning)
         self.link.start()
         self._despite_kills(self._start_version, lambda: None)
@@ -344,6 +344,16 @@ def _server_device(config: JobConfig) -> Literal["cpu", "cuda"]:
         return config.inference.device
     # As in the trainer, torch decides: a CPU build of torch cannot use a GPU.
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _slow_bfloat16(config: JobConfig) -> Iterator[str]:
+    """Warns if the model is trained on a CPU without fast bfloat16; `check-config` may run elsewhere."""
+    trains_in_it = config.training.mixed_precision_param == "bfloat16"
+    if trains_in_it and not torch.cuda.is_available() and bfloat16_speedup() <= 1.0:
+        yield (
+            "This CPU computes bfloat16 no faster than float32, and without the instructions many times "
+            'slower. Set training.mixed_precision_param = "float32".'
+        )
 
 
 def server_dtype(config: JobConfig) -> Literal["auto", "float32", "bfloat16"]:

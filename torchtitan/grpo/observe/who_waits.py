@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from torchtitan.grpo.config.job_config import JobConfig
+from torchtitan.grpo.run_folder.start_record import toml_value
 
 _WALL = re.compile(r"wall/(\w+)_seconds")
 _WAIT = re.compile(r"wait/(\w+)_seconds")
@@ -159,7 +160,9 @@ class WhoWaits:
         value: Any = self._config
         for name in setting.split("."):
             value = getattr(value, name)
-        return setting if isinstance(value, list) or value is None else f"{setting} (now {value})"
+        if isinstance(value, list) or value is None:
+            return setting
+        return f"{setting} (now {toml_value(value)})"
 
     def _figures(self) -> dict[str, Any]:
         shares = {url: self._shares(url) for url in self._servers}
