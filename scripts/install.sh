@@ -25,7 +25,7 @@ if is_adopted; then
     # It has packages of its own, perhaps another torch, which are kept where pyproject.toml allows them.
     echo "its packages are not those of requirements/trainer.txt: what is missing is installed in the newest version"
     has_torch || install_torch
-    install_overlay -e "$REPOSITORY[dev]"
+    install_overlay -e "$REPOSITORY[dev,docs]"
 else
     install_torch
     locked trainer.txt

@@ -56,7 +56,7 @@ MEDIA='torchaudio|torchvision|torchcodec|intel-openmp'
 
 # The old versions are preferred. Both files of the trainer come from one resolution.
 cat requirements/{trainer,torch}.txt >"$WORK/trainer.txt" 2>/dev/null || true
-compile "$WORK/trainer.txt" pyproject.toml "$WORK/build.in" --extra dev -c "$WORK/torch.in"
+compile "$WORK/trainer.txt" pyproject.toml "$WORK/build.in" --extra dev --extra docs -c "$WORK/torch.in"
 select_packages without "$CUDA" <"$WORK/trainer.txt" | write trainer.txt
 select_packages with "$CUDA" <"$WORK/trainer.txt" | write torch.txt
 

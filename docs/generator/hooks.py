@@ -85,9 +85,15 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return markdown
     lines, in_list = [], False
     for line in markdown.splitlines():
-        in_list = bool(re.match(r"\d\. ", line)) or (in_list and (not line or line.startswith("   ")))
-        lines.append(f" {line}" if in_list and line.startswith("   ") else line)
+        inside = line.startswith("   ")
+        in_list = bool(re.match(r"\d\. ", line)) or (in_list and (inside or not line))
+        lines.append(f" {line}" if in_list and inside else line)
     return "\n".join(lines)
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Lets a browser break the names of metrics and files at a slash, so that tables fit."""
+    return re.sub(r"(?<=<code>)[^<]+(?=</code>)", lambda code: code[0].replace("/", "/<wbr>"), html)
 
 
 def on_env(env: Environment, config: MkDocsConfig, files: Files) -> None:
@@ -110,8 +116,9 @@ def on_env(env: Environment, config: MkDocsConfig, files: Files) -> None:
 
 def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
     """Names the page's text, which lies beside it."""
-    text = PurePosixPath(page.file.src_uri).name
-    link = f'<link rel="alternate" type="text/markdown" href="{text}">'
+    text = PurePosixPath(page.file.src_uri)
+    kind = "text/markdown" if text.suffix == ".md" else "text/plain"
+    link = f'<link rel="alternate" type="{kind}" href="{text.name}">'
     return output.replace("</head>", f"{link}</head>", 1)
 
 
@@ -131,7 +138,9 @@ def _lists(root: Path) -> dict[str, list[Entry]]:
     readme, how_to = (root / "README.md").read_text(), (root / HOW_TO).read_text()
     found = {"Overview": [Entry("README.md", ""), Entry(HOW_TO, "")]}
     for name, table in re.findall(r"^\*\*(.+)\*\*\n\n((?:\|.*\n)+)", how_to, re.MULTILINE):
-        rows = [e for e in _entries(table, "docs/how-to/") if not e.path.startswith("docs/how-to/..")]
+        rows = [
+            e for e in _entries(table, "docs/how-to/") if not e.path.startswith("docs/how-to/..")
+        ]
         known = {entry.path for entries in found.values() for entry in entries}
         found[name] = [entry for entry in rows if entry.path not in known]
     table = readme.partition("\n## Documentation\n")[2]
