@@ -93,7 +93,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Lets a browser break the names of metrics and files at a slash, so that tables fit."""
-    return re.sub(r"(?<=<code>)[^<]+(?=</code>)", lambda code: code[0].replace("/", "/<wbr>"), html)
+    inside = r"(?<=<code>)[^<]+(?=</code>)"
+    return re.sub(inside, lambda code: re.sub(r"(?<=[\w}])/", "/<wbr>", code[0]), html)
 
 
 def on_env(env: Environment, config: MkDocsConfig, files: Files) -> None:
