@@ -8,11 +8,14 @@ import importlib.metadata
 import platform
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
+from torchtitan.grpo.commands.json_result import JSON_FLAG, json_object
 from torchtitan.grpo.config.command_line import ConfigError, without_torch
 from torchtitan.grpo.system.errors import RunError
 from torchtitan.grpo.system.logs import outlive_readers
+from torchtitan.grpo.system.strict_json import Found
 
 USAGE = """\
 usage: torchtitan-grpo COMMAND ...
@@ -50,6 +53,9 @@ usage: torchtitan-grpo COMMAND ...
   versions
       Print the versions of this package and of those that a run depends on.
 
+check-config, plan, evaluate and verify print one JSON object with --json; its
+keys are in docs/how-to/python.md.
+
   --help, --version
 
 On several nodes, start the same command on each of them:
@@ -58,13 +64,13 @@ On several nodes, start the same command on each of them:
 _HELP = ("-h", "--help", "help")
 
 
-def _imported(module: str, name: str) -> Callable[[list[str]], int]:
+def _imported(module: str, name: str) -> Callable[..., int]:
     """Returns a command whose module is imported only when it is called."""
 
-    def command(arguments: list[str]) -> int:
+    def command(*given: list[str] | Found) -> int:
         with without_torch():
             function = getattr(importlib.import_module(f"torchtitan.grpo.{module}"), name)
-        return function(arguments)
+        return function(*given)
 
     return command
 
@@ -82,14 +88,15 @@ def sft(arguments: list[str]) -> int:
     return start(arguments)
 
 
-def check_config(arguments: list[str]) -> int:
+def check_config(arguments: list[str], found: Found) -> int:
     """Prints a run's inputs and layout; the exit status is 2 if the run would be refused."""
+    found["warnings"] = []
     with without_torch():
         from torchtitan.grpo.start.train import SETTINGS_FLAG, as_trained
     with as_trained([word for word in arguments if word != SETTINGS_FLAG]) as rest:
         from torchtitan.grpo.start.entry import check_only
 
-        return check_only(rest, shows_settings=SETTINGS_FLAG in arguments)
+        return check_only(rest, found, shows_settings=SETTINGS_FLAG in arguments)
 
 
 def schedule(arguments: list[str]) -> int:
@@ -112,7 +119,7 @@ def schedule(arguments: list[str]) -> int:
     return 0
 
 
-def evaluate(arguments: list[str]) -> int:
+def evaluate(arguments: list[str], found: Found) -> int:
     from torchtitan.grpo.commands.evaluate import evaluate as run_evaluation
     from torchtitan.grpo.commands.evaluate import options
 
@@ -121,7 +128,7 @@ def evaluate(arguments: list[str]) -> int:
     given, others = options().parse_known_args(arguments)
     # The layout is checked as for training, and is not used.
     with as_trained(others) as rest:
-        return run_evaluation(given, rest)
+        return run_evaluation(given, rest, found)
 
 
 def serve(arguments: list[str]) -> int:
@@ -158,7 +165,7 @@ def version() -> str:
     return importlib.metadata.version("torchtitan-grpo")
 
 
-COMMANDS: dict[str, Callable[[list[str]], int]] = {
+COMMANDS: dict[str, Callable[..., int]] = {
     "init": _imported("commands.init.command", "init"),
     "train": _imported("start.train", "train"),
     "sft": sft,
@@ -168,10 +175,12 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "evaluate": evaluate,
     "serve": serve,
     "show": _imported("commands.show", "show"),
-    "verify": lambda words: importlib.import_module("torchtitan.grpo.commands.verify").main(words),
+    "verify": lambda *of: importlib.import_module("torchtitan.grpo.commands.verify").main(*of),
     "check-gpu": check_gpu,
     "versions": versions,
 }
+_WITH_JSON = ("check-config", "plan", "evaluate", "verify")
+"""Commands that also take a dict, which they fill with what they find."""
 
 
 def main() -> None:
@@ -190,14 +199,20 @@ def run(arguments: list[str]) -> int:
     if name not in COMMANDS:
         print(f"error: unknown command {name!r}\n" if name else "", USAGE, sep="", file=sys.stderr)
         return 2
-    if name in ("train", "sft", "check-config") and ("--help" in rest or "-h" in rest):
+    is_help = "--help" in rest or "-h" in rest
+    if name in ("train", "sft", "check-config") and is_help:
         with without_torch():
             from torchtitan.grpo.config.command_line.help_page import help_words, page
             from torchtitan.grpo.config.job_config import JobConfig
         print(page(JobConfig, help_words(rest) or []))
         return 0
-    try:
-        return COMMANDS[name](rest)
-    except RunError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    takes, is_json = name in _WITH_JSON, JSON_FLAG in rest and not is_help
+    with json_object(name) if takes and is_json else nullcontext({}) as found:
+        words = [word for word in rest if not takes or word != JSON_FLAG]
+        try:
+            status = COMMANDS[name](words, *[found] * takes)
+        except RunError as error:
+            print(f"error: {error}", file=sys.stderr)
+            found["error"], status = str(error), error.exit_status or 2
+        found["ok"] = status == 0
+    return status

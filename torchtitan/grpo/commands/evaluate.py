@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 from torch.distributed.checkpoint.api import CheckpointException
 
+from torchtitan.grpo.commands.json_result import Parser
 from torchtitan.grpo.config import RolloutProcessConfig
 from torchtitan.grpo.config.cluster import count_servers, server_groups
 from torchtitan.grpo.config.evaluation import evaluation_sets
@@ -51,11 +52,12 @@ from torchtitan.grpo.system.cores import share_cores
 from torchtitan.grpo.system.device import TORCH_DTYPE_MAP
 from torchtitan.grpo.system.disk_failures import disk_failure
 from torchtitan.grpo.system.environment import RUN_VARIABLE
-from torchtitan.grpo.system.errors import RunError
+from torchtitan.grpo.system.errors import RunError, RunFailed
 from torchtitan.grpo.system.files import damaged_files
 from torchtitan.grpo.system.folder_lock import HeldFolders
 from torchtitan.grpo.system.process_tuning import require_open_files
 from torchtitan.grpo.system.stop import stop_signals
+from torchtitan.grpo.system.strict_json import Found
 from torchtitan.grpo.training.model_spec import build_without_memory, check_weights
 from torchtitan.grpo.types import PromptProgress
 from torchtitan.grpo.weight_wire.model_folder import require_undamaged
@@ -79,8 +81,8 @@ class Subject:
     described: str
 
 
-def options() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="torchtitan-grpo evaluate", allow_abbrev=False)
+def options() -> Parser:
+    parser = Parser("torchtitan-grpo evaluate X.toml", allow_abbrev=False)
     parser.add_argument("--model", help="Hugging Face directory, or name on the Hub, to evaluate")
     parser.add_argument(
         "--checkpoint", help="checkpoint of the run to evaluate: a step, newest, or a folder"
@@ -89,7 +91,7 @@ def options() -> argparse.ArgumentParser:
     return parser
 
 
-def evaluate(given: argparse.Namespace, arguments: Sequence[str]) -> int:
+def evaluate(given: argparse.Namespace, arguments: Sequence[str], found: Found) -> int:
     """Evaluates a run with the ``arguments`` of its ranks; returns the exit status, or raises RunError."""
     config = load_config(list(arguments))
     require_open_files()
@@ -99,30 +101,33 @@ def evaluate(given: argparse.Namespace, arguments: Sequence[str]) -> int:
         model, name = _named(config, given)
         folder = Path(config.job.dump_folder) / FOLDER / name
         held = hold(config, folder)
-        return _evaluate(config, given, _subject(config, given, model, folder), folder)
+        return _evaluate(config, given, _subject(config, given, model, folder), folder, found)
     finally:
         if held is not None:
             held.close()
 
 
-def _evaluate(config: JobConfig, given: argparse.Namespace, subject: Subject, folder: Path) -> int:
+def _evaluate(
+    config: JobConfig, given: argparse.Namespace, subject: Subject, folder: Path, found: Found
+) -> int:
     check_model(config, subject.model)
     print(f"Evaluating {subject.described}.", file=sys.stderr, flush=True)
     set_random_keys(config.inference, os.environ)
     try:
         result, servers = asyncio.run(_run(_session_config(config, subject.model, folder)))
     except (KeyboardInterrupt, asyncio.CancelledError):
-        print("The evaluation was stopped.", file=sys.stderr)
+        found["error"] = "The evaluation was stopped."
+        print(found["error"], file=sys.stderr)
         return _STOPPED
     except (BaseExceptionGroup, RunError, ValueError, RuntimeError, TimeoutError) as error:
         cause = first_cause(error)
         if not isinstance(cause, RunError | ValueError | RuntimeError | TimeoutError):
             raise
-        print(f"error: {cause}", file=sys.stderr)
-        return 1
+        raise RunFailed(str(cause), 1) from error
     print_table(result)  # before it is written: the disk may be full
     target = given.output or folder / RESULT_FILE
     record = _record(config, subject, result, servers)
+    found |= record
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(strict_json.dumps(record, indent=2) + "\n")
@@ -133,8 +138,8 @@ def _evaluate(config: JobConfig, given: argparse.Namespace, subject: Subject, fo
             )
     except OSError as error:
         message = disk_failure(error, str(target)) or f"{target} cannot be written: {error}."
-        print(f"error: {message}", file=sys.stderr)
-        return 1
+        raise RunFailed(message, 1) from error
+    found |= {"result_file": str(target), "samples_file": str(folder / SAMPLES_FILE)}
     print(f"The result is in {target}, completions in {folder / SAMPLES_FILE}.")
     return 0
 

@@ -16,6 +16,7 @@ import asyncio
 import io
 import json
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,12 +24,14 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
+from torchtitan.grpo.commands.json_result import Parser
 from torchtitan.grpo.inference.client import InferenceClient
 from torchtitan.grpo.inference.embedded.model import load_model
 from torchtitan.grpo.inference.kinds import KINDS, make_client
 from torchtitan.grpo.inference.waiting import wait_until_up
 from torchtitan.grpo.observe.report import numbers_of
 from torchtitan.grpo.system.files import check_folder, open_regular, read_regular
+from torchtitan.grpo.system.strict_json import Found
 from torchtitan.grpo.types import GenerateRequest, Generation
 
 _NEEDED = ("server_version", "policy_version", "steps", "weight_sync_failures")
@@ -36,9 +39,12 @@ _NEEDED = ("server_version", "policy_version", "steps", "weight_sync_failures")
 
 @dataclass(frozen=True)
 class Check:
+    """``seconds`` is the time of the measurement, which checks may share."""
+
     what: str
     found: str
     holds: bool
+    seconds: float = 0.0
 
 
 def read_summary(run: Path, *more: str) -> dict[str, Any]:
@@ -160,32 +166,38 @@ def check_server(options: argparse.Namespace) -> list[Check]:
     texts = read_prompts(options.prompts, options.num_prompts)
     prompts = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
     client = make_client(options.kind, options.url)
+    began = time.monotonic()
     answers = asyncio.run(greedy_completions(client, prompts, options.max_new_tokens, options.wait))
+    generated = time.monotonic()
     largest, not_greedy, compared = compare(
         checkpoint, prompts, answers, sorted(set(tokenizer.get_vocab().values())), options.tolerance
     )
+    compared_for = time.monotonic() - generated
     versions = {segment.version for answer in answers for segment in answer.segments}
     return [
         Check(
             "completions carry the last version",
             f"{sorted(versions)}",
             versions == {summary["policy_version"]},
+            generated - began,
         ),
         Check(
             f"logprobs equal transformers' within {options.tolerance:g}",
             f"largest difference {largest:.2e} over {compared} tokens of {len(prompts)} prompts",
             compared > 0 and largest <= options.tolerance,
+            compared_for,
         ),
         Check(
             "every token is transformers' greedy choice",
             f"{not_greedy} of {compared} are not",
             not_greedy == 0,
+            compared_for,
         ),
     ]
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="verify", description=__doc__)
+def main(arguments: list[str] | None = None, found: Found | None = None) -> int:
+    parser = Parser("torchtitan-grpo verify", description=__doc__)
     parser.add_argument("--kind", choices=list(KINDS), required=True)
     parser.add_argument("--url", required=True)
     parser.add_argument("--run", type=Path, required=True, help="the run's dump_folder")
@@ -203,9 +215,16 @@ def main(arguments: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         parser.error(str(error))
     checks += check_server(options)
+    found = {} if found is None else found
+    found["checks"] = [
+        {"check": c.what, "ok": c.holds, "detail": c.found, "seconds": c.seconds} for c in checks
+    ]
     for check in checks:
         print(f"{'ok  ' if check.holds else 'FAIL'}  {check.what}: {check.found}")
-    return 0 if all(check.holds for check in checks) else 1
+    failed = [check.what for check in checks if not check.holds]
+    if failed:
+        found["error"] = f"{len(failed)} of {len(checks)} checks failed: {'; '.join(failed)}"
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

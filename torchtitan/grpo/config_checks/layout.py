@@ -234,18 +234,25 @@ def _expert_problems(config: JobConfig, model: "HFModel") -> Iterator[str]:
         )
 
 
-def describe_layout(config: JobConfig) -> str:
-    """Returns the ranks as a product, such as ``8 = 2 stages x 2 shards x 2 tensor parts``."""
+def layout_degrees(config: JobConfig) -> dict[str, int]:
+    """Returns by what the ranks are divided, and the number of ``ranks`` as the last."""
     settings = config.parallelism
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     degrees = {
         "stages": settings.pipeline_parallel_degree,
         "replicas": settings.data_parallel_replicate_degree,
         "shards": settings.data_parallel_shard_degree,
-        "context parts": settings.context_parallel_degree,
-        "tensor parts": settings.tensor_parallel_degree,
+        "context_parts": settings.context_parallel_degree,
+        "tensor_parts": settings.tensor_parallel_degree,
     }
     if degrees["shards"] == -1:
         degrees["shards"] = world_size // math.prod(d for d in degrees.values() if d > 0)
-    parts = [f"{degree} {name}" for name, degree in degrees.items() if degree > 1]
+    return degrees | {"ranks": world_size}
+
+
+def describe_layout(config: JobConfig) -> str:
+    """Returns the ranks as a product, such as ``8 = 2 stages x 2 shards x 2 tensor parts``."""
+    degrees = layout_degrees(config)
+    world_size = degrees.pop("ranks")
+    parts = [f"{n} {name.replace('_', ' ')}" for name, n in degrees.items() if n > 1]
     return f"{world_size} = {' x '.join(parts)}" if parts else f"{world_size}"

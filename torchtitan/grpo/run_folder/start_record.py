@@ -89,6 +89,17 @@ def describe_settings(config: "JobConfig") -> str:
     return to_toml(config.to_dict(), type(config)().to_dict())
 
 
+def changed_settings(config: "JobConfig") -> dict[str, dict[str, Any]]:
+    """Returns value and default of each setting that differs from its default, by its key."""
+    usual = type(config)().to_dict()
+    return {
+        f"{name}.{key}": {"value": value, "default": usual[name].get(key)}
+        for name, table in config.to_dict().items()
+        for key, value in table.items()
+        if value != usual[name].get(key)
+    }
+
+
 def source_commit() -> str | None:
     folder = Path(__file__).resolve().parents[1]
     return git_commit(folder) or os.environ.get(COMMIT_VARIABLE) or _installed_commit()

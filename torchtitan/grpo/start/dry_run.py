@@ -25,7 +25,7 @@ from torchtitan.grpo.config import RolloutProcessConfig
 from torchtitan.grpo.config.cluster import count_servers, server_groups
 from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.config_checks import ConfigError, warnings_of
-from torchtitan.grpo.config_checks.layout import describe_layout
+from torchtitan.grpo.config_checks.layout import describe_layout, layout_degrees
 from torchtitan.grpo.controller import process_config, server_dtype
 from torchtitan.grpo.data.planner import StepPlanner
 from torchtitan.grpo.data.record import RecordReader
@@ -34,11 +34,13 @@ from torchtitan.grpo.inference.registry import registry_folder
 from torchtitan.grpo.inference.server_log import log_tail
 from torchtitan.grpo.inference.urls import named_urls
 from torchtitan.grpo.models.attention_choice import choose_packed_attention
-from torchtitan.grpo.models.hf_config import HFModel, ModelError
+from torchtitan.grpo.models.hf_config import HFModel
 from torchtitan.grpo.rollout.child_process import end_process, start_process
 from torchtitan.grpo.rollout.input_check import PROGRESS_FILE, REPORT_FILE, InputReport
 from torchtitan.grpo.rollout.link_messages import CONFIG_FILE
-from torchtitan.grpo.run_folder.start_record import describe_settings
+from torchtitan.grpo.run_folder.start_record import changed_settings, describe_settings
+from torchtitan.grpo.system.errors import RunError
+from torchtitan.grpo.system.strict_json import Found
 from torchtitan.grpo.training.lent_memory import describe_lent_memory
 from torchtitan.grpo.training.memory_choice import describe_memory
 from torchtitan.grpo.training.model_spec import (
@@ -62,55 +64,64 @@ def dry_run(
     config: JobConfig,
     model: HFModel,
     start: Sequence[str],
+    found: Found,
     date: str = "",
     *,
     shows_settings: bool = False,
 ) -> Iterator[str]:
     """Yields findings and warnings about what the run would read, and then the layout of its ranks.
 
-    This may change the model's arguments. An empty ``date`` means now. Raises ConfigError for bad
-    prompts, rewards or environments, DataError for bad files of ``grpo.ptx_path``, ``rollout.replay``
-    or ``[sft]``, and ModelError if the weights are those of another model.
+    What they tell is put into ``found``. This may change the model's arguments. An empty ``date`` means
+    now. Raises ConfigError for bad prompts, rewards or environments, DataError for bad files of
+    ``grpo.ptx_path``, ``rollout.replay`` or ``[sft]``, and ModelError if the weights are those of another
+    model.
     """
+    inputs, warnings = found["inputs"], found["warnings"] = [], []
+    found |= {"start": list(start), "settings": changed_settings(config)}
     yield "Start"
     yield from (f"  {line}" for line in start)
     yield "Inputs"
+    try:
+        for line in _inputs(config, model, date, warnings):
+            inputs.append(line)
+            yield f"  {line}"
+    except RunError:
+        yield from (f"warning: {warning}" for warning in warnings)
+        raise
+    yield from (f"warning: {warning}" for warning in warnings)
+    found["layout"] = layout_degrees(config)
+    yield describe_plan(config)
+    yield from _memory(config, model, found.setdefault("memory", {}))
+    if shows_settings:
+        yield f"Settings\n{describe_settings(config)}"
+    else:
+        yield "Settings: --settings prints the value of each."
+
+
+def _inputs(config: JobConfig, model: HFModel, date: str, warnings: list[str]) -> Iterator[str]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     attention = choose_packed_attention(config, device, model.model_args.head_dim)
     yield (
-        f"  model: {model.architecture} at {model.path}, on {device.upper()}, with {attention} "
+        f"model: {model.architecture} at {model.path}, on {device.upper()}, with {attention} "
         "attention of packed rows"
     )
-    warnings: list[str] = []
     StepPlanner(config, model)  # opens grpo.ptx_path
     if config.sft.path is not None:
-        yield from (f"  {line}" for line in _examples(config, model, date, warnings))
+        yield from _examples(config, model, date, warnings)
     elif config.rollout.replay is not None:
         path, temperature = config.rollout.replay, config.rollout.temperature
         reader = RecordReader(path, model.vocab_size, temperature, "rollout.replay")
-        yield f"  rollout.replay: {path}, {sum(1 for _ in reader)} batches"
+        yield f"rollout.replay: {path}, {sum(1 for _ in reader)} batches"
     else:
         report = check_inputs(
             process_config(config, model, 0, PromptProgress(), "", date),
             config.inference.startup_timeout_seconds,
         )
-        yield from (f"  {line}" for line in report.lines)
-        warnings = [*warnings_of(config), *report.warnings]
+        yield from report.lines
+        warnings += [*warnings_of(config), *report.warnings]
         if report.error is not None:
-            yield from (f"warning: {warning}" for warning in warnings)
             raise ConfigError(report.error)
-    try:
-        yield f"  weights: {_weights(config, model, warnings)}"
-    except ModelError:
-        yield from (f"warning: {warning}" for warning in warnings)
-        raise
-    yield from (f"warning: {warning}" for warning in warnings)
-    yield describe_plan(config)
-    yield from _memory(config, model)
-    if shows_settings:
-        yield f"Settings\n{describe_settings(config)}"
-    else:
-        yield "Settings: --settings prints the value of each."
+    yield f"weights: {_weights(config, model, warnings)}"
 
 
 def _weights(config: JobConfig, model: HFModel, warnings: list[str]) -> str:
@@ -136,11 +147,12 @@ def _examples(config: JobConfig, model: HFModel, date: str, warnings: list[str])
         stream.close()
 
 
-def _memory(config: JobConfig, model: HFModel) -> Iterator[str]:
+def _memory(config: JobConfig, model: HFModel, found: Found) -> Iterator[str]:
     yield "Memory of a training step, on the rank that holds the most (estimated)"
     num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    yield from (f"  {line}" for line in describe_memory(config, model, num_ranks))
-    yield from (f"  {line}" for line in describe_lent_memory(config, model, num_ranks))
+    step, lent = found["step"], found["lent"] = {}, {}
+    yield from (f"  {line}" for line in describe_memory(config, model, num_ranks, step))
+    yield from (f"  {line}" for line in describe_lent_memory(config, model, num_ranks, lent))
     if not config.has_servers:
         return
     shapes = parameter_shapes(config, model)
@@ -155,6 +167,7 @@ def _memory(config: JobConfig, model: HFModel) -> Iterator[str]:
         num_ranks=num_ranks,
         on_gpu=on_gpu,
     )
+    found["push"] = {"version_bytes": memory.version, "host_bytes": memory.slots}
     yield "Memory of the weight push"
     num_layers: int = model.model_args.n_layers  # pyright: ignore[reportAttributeAccessIssue]
     yield from (f"  {line}" for line in describe_placement(config, num_layers))

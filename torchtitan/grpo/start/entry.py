@@ -54,6 +54,7 @@ from torchtitan.grpo.system.process_tuning import require_open_files
 from torchtitan.grpo.system.rank_channel import RankChannel, RankLost
 from torchtitan.grpo.system.stop import StopRequest
 from torchtitan.grpo.system.store_rounds import separate_rounds
+from torchtitan.grpo.system.strict_json import Found
 from torchtitan.grpo.training.frame import Trainer
 from torchtitan.grpo.training.lent_memory import check_lent_memory
 from torchtitan.grpo.training.model_spec import check_weights
@@ -91,7 +92,7 @@ def run(make_trainer: TrainerFactory, args: Sequence[str]) -> int:
             if not is_rank_zero:
                 return 0
             kept = [word for word in args if word not in (_DRY_RUN, SETTINGS_FLAG)]
-            return check_only(kept, shows_settings=SETTINGS_FLAG in args)
+            return check_only(kept, {}, shows_settings=SETTINGS_FLAG in args)
         config, model, notes = _open(args, weights=True)
     except (RunError, TimeoutError) as error:
         return _report(is_rank_zero, error, 2)
@@ -117,19 +118,21 @@ def _open(args: list[str], *, weights: bool) -> tuple[JobConfig, HFModel, list[s
     return config, model, notes
 
 
-def check_only(args: list[str], *, shows_settings: bool) -> int:
+def check_only(args: list[str], found: Found, *, shows_settings: bool) -> int:
     """Prints the :func:`findings` about a run, and returns the exit status."""
-    status, lines = findings(args, shows_settings=shows_settings)
+    status, lines = findings(args, found, shows_settings=shows_settings)
     for line in lines:
         print(line, flush=True)
     return status
 
 
-def findings(args: list[str], *, shows_settings: bool = False) -> tuple[int, Iterator[str]]:
+def findings(
+    args: list[str], found: Found, *, shows_settings: bool = False
+) -> tuple[int, Iterator[str]]:
     """Returns an exit status and lines about inputs and layout; ``shows_settings`` adds the settings.
 
     The status is 2 if the run would be refused only because of its folder. Any other reason raises
-    RunError, here or in the iterator.
+    RunError, here or in the iterator. What the lines tell is put into ``found``.
     """
     config, model, notes = _open(args, weights=False)
     status, date = 0, ""
@@ -139,9 +142,10 @@ def findings(args: list[str], *, shows_settings: bool = False) -> tuple[int, Ite
         lines, date = [*describe_start(config, start), *describe_folder(config)], start.record.date
     except RunError as error:  # the settings are right, but not the folder
         status, lines = 2, [f"would be refused: {error}"]
+        found["error"] = str(error)
     init_console("error", is_rank_zero=True)
-    found = dry_run(config, model, lines, date, shows_settings=shows_settings)
-    return status, itertools.chain(notes, found)
+    checked = dry_run(config, model, lines, found, date, shows_settings=shows_settings)
+    return status, itertools.chain(notes, checked)
 
 
 def _train_in_folder(make_trainer: TrainerFactory, config: JobConfig, hf_model: HFModel) -> int:

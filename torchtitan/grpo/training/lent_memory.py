@@ -16,6 +16,7 @@ from torchtitan.grpo.config_checks.rules import require
 from torchtitan.grpo.inference.gpu_shares import ASLEEP_BYTES, most_on_a_gpu, server_places
 from torchtitan.grpo.models.hf_config import HFModel
 from torchtitan.grpo.system.device import num_training_gpus
+from torchtitan.grpo.system.strict_json import Found
 from torchtitan.grpo.training.memory_choice import ASSUMED_BYTES, device_bytes, estimate, size_text
 from torchtitan.grpo.training.memory_estimate import available_bytes
 from torchtitan.grpo.training.model_spec import parameter_shapes
@@ -78,15 +79,17 @@ def check_lent_memory(config: JobConfig, model: HFModel) -> None:
 
 
 def describe_lent_memory(
-    config: JobConfig, model: HFModel, num_ranks: int, *, gpu_bytes: int | None = None
+    config: JobConfig, model: HFModel, num_ranks: int, found: Found
 ) -> Iterator[str]:
-    """Yields lines on a lent GPU's memory. ``gpu_bytes`` is its size, if the run is for another machine."""
+    """Yields lines on a lent GPU's memory, and puts their figures into ``found``."""
     if not config.lends_devices:
         return
-    num_gpus = 0 if gpu_bytes else num_training_gpus()
-    num_bytes = _least_bytes() if num_gpus else gpu_bytes or ASSUMED_BYTES
+    num_gpus = num_training_gpus()
+    num_bytes = _least_bytes() if num_gpus else ASSUMED_BYTES
     memory = _lent_memory(config, model, num_ranks, num_gpus or num_ranks, num_bytes)
     each = config.inference.gpu_memory_utilization or memory.part / memory.num_servers
+    found |= {f"{name}_bytes": getattr(memory, name) for name in ("kept", "left", "weights")}
+    found |= {"servers_per_gpu": memory.num_servers, "gpu_memory_utilization": each}
     yield (f"while its device is lent, the rank keeps {size_text(memory.kept)} ({memory.parts})")
     yield (
         f"then {size_text(max(memory.left, 0))} are left for {memory.num_servers} of the servers on "

@@ -5,6 +5,7 @@
 
 import os
 from collections.abc import Iterator
+from dataclasses import asdict
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from torchtitan.grpo.models.fsdp import Kept
 from torchtitan.grpo.models.hf_config import HFModel
 from torchtitan.grpo.system.device import num_training_gpus
 from torchtitan.grpo.system.logs import logger
+from torchtitan.grpo.system.strict_json import Found
 from torchtitan.grpo.training.memory_estimate import (
     CHECKPOINTING,
     TrainingMemory,
@@ -58,7 +60,10 @@ def resolve_kept(config: JobConfig, model: HFModel, device: torch.device) -> Non
         )
 
 
-def describe_memory(config: JobConfig, model: HFModel, num_ranks: int) -> Iterator[str]:
+def describe_memory(
+    config: JobConfig, model: HFModel, num_ranks: int, found: Found
+) -> Iterator[str]:
+    """Yields lines on the memory of a training step, and puts their figures into ``found``."""
     has_gpu = torch.cuda.is_available()
     num_bytes = device_bytes(torch.device("cuda", 0)) if has_gpu else ASSUMED_BYTES
     available = available_bytes(num_bytes, _servers_share(config, num_bytes))
@@ -97,6 +102,9 @@ def describe_memory(config: JobConfig, model: HFModel, num_ranks: int) -> Iterat
             + (f"{100 * again:.0f} % more FLOPs" if again else "nothing is recomputed")
         )
     needed = memory.total(mode, tokens, kept)
+    found |= {f"{key}_bytes": size for key, size in asdict(memory).items() if type(size) is int}
+    found |= {"needed_bytes": needed, "available_bytes": available, "fits": needed <= available}
+    found |= {"microbatch_tokens": tokens, "kept": kept}
     fits = "fit" if needed <= available else "do NOT fit"
     if _NARROW * available < needed <= available:
         fits = "fit narrowly: the estimate may be wrong by a tenth"

@@ -98,7 +98,7 @@ def test_weights_that_are_downloaded_in_part_are_no_mistake(
         [f"--{SETTING}={snapshot}", "--sft.path=assets/reverse_digits/train.jsonl",
          "--sft.completion_column=answer", "--training.seq_len=64"]
     )  # fmt: skip
-    lines = list(dry_run(config, read_hf_model(snapshot), []))
+    lines = list(dry_run(config, read_hf_model(snapshot), [], {}))
     assert any("weights: not downloaded yet" in line for line in lines)
 
 

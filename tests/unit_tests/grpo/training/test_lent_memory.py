@@ -59,17 +59,17 @@ def test_servers_get_what_the_waiting_rank_does_not_keep(case):
 def test_a_dry_run_tells_what_stays_and_what_is_left(case):
     config, model, _ = case
     config.grpo.kl_coef, config.inference.num_servers = 0.1, 2
-    lines = "\n".join(describe_lent_memory(config, model, 1))
+    lines = "\n".join(describe_lent_memory(config, model, 1, {}))
     size = f"{round(estimate(config, model, 1).parameters / MIB)} MiB"
     assert f"parameters {size}, optimizer " in lines and f", reference {size})" in lines
     assert "are left for 2 of the servers on each GPU" in lines
     assert f"gpu_memory_utilization is {part_of(config, model) / 2:.3f}" in lines
     assert "each sleeping server is assumed to keep 2.00 GiB of a GPU" in lines
     config.optimizer.offload_while_lent = config.grpo.ref_model_offload = True
-    lines = "\n".join(describe_lent_memory(config, model, 1))
+    lines = "\n".join(describe_lent_memory(config, model, 1, {}))
     assert f"(parameters {size}, optimizer offloaded)" in lines
     config.inference.lend = False
-    assert not list(describe_lent_memory(config, model, 1))
+    assert not list(describe_lent_memory(config, model, 1, {}))
 
 
 def test_servers_that_cannot_fit_are_refused_with_figures(case):

@@ -74,7 +74,7 @@ def test_servers_on_the_training_gpus_take_their_part(case, monkeypatch):
 
 def test_a_dry_run_shows_what_fits_and_what_it_costs(case):
     config, model = case
-    lines = "\n".join(describe_memory(config, model, num_ranks=8))
+    lines = "\n".join(describe_memory(config, model, 8, {}))
     assert "a GPU of 80 GB, which is assumed because there is none here" in lines
     assert "(parallelism.fsdp_between_microbatches = 'auto'): keep_all" in lines
     for mode in ("none", "selective (2)", "full"):
@@ -82,11 +82,11 @@ def test_a_dry_run_shows_what_fits_and_what_it_costs(case):
     assert lines.count("% more FLOPs") == 2 and "configured: 512 tokens in a microbatch" in lines
     assert "which fit" in lines
     config.training.local_batch_size = 10**7
-    assert "do NOT fit" in "\n".join(describe_memory(config, model, num_ranks=8))
+    assert "do NOT fit" in "\n".join(describe_memory(config, model, 8, {}))
 
 
 def most_tokens(config, model) -> int:
-    lines = "\n".join(describe_memory(config, model, 8))
+    lines = "\n".join(describe_memory(config, model, 8, {}))
     found = re.search(r"checkpoint.mode none.* at most ([\d,]+) tokens", lines)
     return int(found[1].replace(",", ""))  # pyright: ignore[reportOptionalSubscript]
 
@@ -99,9 +99,9 @@ def test_the_most_tokens_that_are_shown_fit_narrowly_and_no_more_do(case, monkey
     most = most_tokens(config, model)
     for tokens, said in ((most, "which fit narrowly"), (most + 1, "do NOT fit")):
         config.training.local_batch_size, config.training.seq_len = 1, tokens
-        assert said in "\n".join(describe_memory(config, model, 8))
+        assert said in "\n".join(describe_memory(config, model, 8, {}))
     config.activation_checkpoint.mode = "memory_budget"
-    lines = "\n".join(describe_memory(config, model, 8))
+    lines = "\n".join(describe_memory(config, model, 8, {}))
     assert "mode = 'memory_budget' (estimated as 'none', which needs the most)" in lines
 
 

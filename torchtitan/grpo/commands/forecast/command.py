@@ -18,12 +18,13 @@ changes.py     changes of settings that could make the run faster, and what each
 import argparse
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torchtitan.grpo.commands.forecast.changes import (
+    Change,
     allowed,
     changes,
     check,
@@ -45,17 +46,18 @@ from torchtitan.grpo.commands.forecast.search import (
     TOLERANCE,
     Plan,
     Split,
-    Spread,
     counted,
     smallest_split,
     spread,
 )
 from torchtitan.grpo.commands.forecast.system import Lengths, System
+from torchtitan.grpo.commands.json_result import Parser
 from torchtitan.grpo.config.command_line import ConfigError, refusing
 from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.inference.gpu_shares import WITHOUT_TRAINING
 from torchtitan.grpo.models.hub import locate_models
 from torchtitan.grpo.start.train import parse, ranks_of_layout, read_settings
+from torchtitan.grpo.system.strict_json import Found
 from torchtitan.grpo.weight_wire.model_folder import read_json
 
 _LONGEST_PROMPT = 512  # if prompts.max_prompt_tokens is not set
@@ -63,8 +65,8 @@ _TRUSTED = 0.25  # difference of a run and its simulation, as a part of the latt
 _SPREAD = 0.8  # assumed standard deviation of a completion's length, divided by the mean
 
 
-def options() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="torchtitan-grpo plan X.toml", allow_abbrev=False)
+def options() -> Parser:
+    parser = Parser("torchtitan-grpo plan X.toml", allow_abbrev=False)
     add = parser.add_argument
     whole, number = partial(_between, int), partial(_between, float)
     text = "take costs and lengths from this run's metrics (default: calculate them)"
@@ -121,7 +123,8 @@ class _Given:
         return int(part * self.device_bytes * self.server_devices)
 
 
-def plan(arguments: list[str]) -> int:
+def plan(arguments: list[str], found: Found) -> int:
+    """Prints the forecast, and puts its figures into ``found``."""
     given, others = options().parse_known_args(arguments)
     parsed = parse(others)
     config = read_settings(parsed)
@@ -142,7 +145,7 @@ def plan(arguments: list[str]) -> int:
     def read(words: Sequence[str]) -> JobConfig:
         return read_settings(parse([*others, *words]))
 
-    for line in _lines(_Given(config, read, given, split, measured, model)):
+    for line in _lines(_Given(config, read, given, split, measured, model), found):
         print(line, flush=True)
     return 0
 
@@ -158,7 +161,7 @@ def _num_ranks(config: JobConfig, asked: int | None, measured: Measured | None) 
     return number
 
 
-def _lines(facts: _Given) -> Iterator[str]:
+def _lines(facts: _Given, found: Found) -> Iterator[str]:
     seeds, off, error = facts.options.seeds, 0.0, "not the error of the prediction"
     if measured := facts.measured:
         split = split_of(measured.config, measured.num_ranks, measured.num_servers)
@@ -166,6 +169,11 @@ def _lines(facts: _Given) -> Iterator[str]:
             own = _make_plan(replace(facts, config=measured.config, split=split)).system
         had, simulated = measured.samples_per_second, spread(own, seeds).mean("samples_per_second")
         off = abs(had / simulated - 1)
+        found["measured"] = {
+            "run_folder": str(facts.options.run), **asdict(split), "samples_per_second": had,
+            "simulated_samples_per_second": simulated, "waited_fraction": measured.waited,
+            "waits_fraction": measured.waits, "error_fraction": off, "is_trusted": off <= _TRUSTED,
+        }  # fmt: skip
         error = f"and the {100 * off:.1f} % between the run and its own simulation"
         yield f"What {facts.options.run} had, with {_describe(split)}"
         yield f"  {had:.4g} samples a second, and {simulated:.4g} when it is simulated"
@@ -179,13 +187,16 @@ def _lines(facts: _Given) -> Iterator[str]:
     with refusing():
         made = _make_plan(facts)
     made = replace(made, system=replace(made.system, off=off))
-    yield from _describe_costs(facts, made.system)
+    yield from _describe_costs(facts, made.system, found.setdefault("costs", {}))
     before = spread(made.system, seeds)
     yield f"\nThe run, with {_describe(made.split)} (+- is the spread over {seeds} seeds, {error})"
-    yield from (f"  {line}" for line in _describe_run(before))
+    found["run"] = run = asdict(made.split) | before.figures()
+    yield from (f"  {line}" for line in _describe_run(run))
     yield f"\nWhat to change first (+- is the standard error over {seeds} seeds, {error})"
     rows = compare(allowed(made, facts.read, changes(made, facts.config)), before)
+    found |= {"changes": [_of_change(*row) for row in rows], "recommended": None}
     if best := recommended(rows):
+        found["recommended"] = _of_change(*best)
         yield f"  Recommended: {best[0].name} ({100 * (best[1] - 1):+.0f} % samples a second)"
     else:
         yield "  None of these changes gains more than the simulation's noise."
@@ -194,8 +205,9 @@ def _lines(facts: _Given) -> Iterator[str]:
         yield f"    {100 * (gain - 1):+6.1f} % +- {100 * own_error:.1f}  {change.name}{note}"
     devices = facts.options.devices or max(made.num_devices, made.fewest_devices)
     yield f"\nThe best split of {devices:,} devices"
+    found["best_split"] = {"devices": devices}
     with refusing():
-        yield from (f"  {line}" for line in _describe_split(facts, made, devices))
+        yield from (f"  {line}" for line in _describe_split(facts, made, found["best_split"]))
 
 
 def _make_plan(facts: _Given) -> Plan:
@@ -230,14 +242,21 @@ def _make_plan(facts: _Given) -> Plan:
     return replace(made, system=replace(made.on(split), rollout=rollout), split=split)
 
 
+def _of_change(change: Change, gain: float, error: float) -> Found:
+    told = {"settings": dict(change.settings), "text": change.name, "note": change.note}
+    return told | {"gain_fraction": gain - 1, "error_fraction": error}
+
+
 def _describe(split: Split) -> str:
     ranks, servers = counted(split.num_ranks, "training rank"), counted(split.all_servers, "server")
     some = f", {split.num_lent:,} of them" if split.num_servers else ""
     return f"{ranks} and {servers}{f'{some} on lent devices' if split.num_lent else ''}"
 
 
-def _describe_costs(facts: _Given, system: System) -> Iterator[str]:
+def _describe_costs(facts: _Given, system: System, found: Found) -> Iterator[str]:
     costs, measured, name = system.costs, facts.measured, facts.options.device_class.upper()
+    found |= {f"{name}_seconds": value for name, value in asdict(costs).items()}
+    found |= {"prompt_tokens": system.prompt_tokens, "completion_tokens": system.mean_tokens}
     if measured is not None:
         yield f"Costs, measured in {measured.num_steps} steps of {facts.options.run}"
     else:
@@ -259,6 +278,7 @@ def _describe_costs(facts: _Given, system: System) -> Iterator[str]:
     if system.max_running:
         yield f"  the cache of a server: {system.max_running:,} completions at once"
     assumed = measured.assumed if measured else LENDING
+    found |= {"cache_completions": system.max_running or None, "assumed": list(assumed)}
     told = {name: "assumed" if name in assumed else "measured" for name in LENDING}
     yield (
         f"  lending: {costs.room:.3g} s to make room ({told['room']}), {costs.wake:.3g} s to wake servers "
@@ -271,26 +291,25 @@ def _describe_costs(facts: _Given, system: System) -> Iterator[str]:
             yield f"  these are costs of model.hf_assets_path = {theirs}, not {ours}"
 
 
-def _describe_run(runs: Spread) -> Iterator[str]:
+def _describe_run(run: Found) -> Iterator[str]:
     def percent(name: str) -> str:
-        return f"{100 * runs.mean(name):.0f} %"
+        return f"{100 * run[f'{name}_fraction']:.0f} %"
 
     rate, step = "samples_per_second", "step_seconds"
-    yield f"samples a second  {runs.mean(rate):.4g} +- {runs.deviation(rate):.2g}"
-    yield f"step              {runs.mean(step):.4g} s +- {runs.deviation(step):.2g} s"
+    yield f"samples a second  {run[rate]:.4g} +- {run[f'{rate}_error']:.2g}"
+    yield f"step              {run[step]:.4g} s +- {run[f'{step}_error']:.2g} s"
     parts = f"{percent('trained')} training, {percent('waited')} waiting for rollouts"
     yield f"training devices  {parts}, {percent('pushed')} waiting for pushes, {percent('lent')} lent"
-    if runs.mean("busy"):
-        idle = 100 - 100 * runs.mean("busy")
-        yield f"servers           {percent('busy')} generating, {idle:.0f} % idle"
-    if runs.mean("lent_tokens"):
+    if busy := run["busy_fraction"]:
+        yield f"servers           {percent('busy')} generating, {100 - 100 * busy:.0f} % idle"
+    if run["lent_tokens_fraction"]:
         yield f"lent servers      {percent('lent_tokens')} of the tokens"
-    oldest = max(outcome.max_age for outcome in runs.outcomes)
-    yield f"age of a sample   {runs.mean('mean_age'):.2f} batches on average, at most {oldest}"
+    mean, oldest = run["mean_age_batches"], run["max_age_batches"]
+    yield f"age of a sample   {mean:.2f} batches on average, at most {oldest}"
 
 
-def _describe_split(facts: _Given, made: Plan, num_devices: int) -> Iterator[str]:
-    options = facts.options
+def _describe_split(facts: _Given, made: Plan, told: Found) -> Iterator[str]:
+    options, num_devices = facts.options, told["devices"]
     split, rate = smallest_split(made, num_devices)
     system, used = made.on(split), replace(made, split=split).num_devices
     yield f"{_describe(split)}: {rate:.4g} samples a second"
@@ -305,10 +324,14 @@ def _describe_split(facts: _Given, made: Plan, num_devices: int) -> Iterator[str
     if change.name:
         yield f"with {change.name}: as many completions in flight for each server as now"
     runs = spread(system, options.seeds)
+    told |= asdict(split) | runs.figures() | {"samples_per_second": rate}
+    told |= {"used_devices": used, "settings": dict(change.settings), "text": change.name}
     yield (
         f"training devices: {100 * runs.mean('trained'):.0f} % training, {100 * runs.mean('waited'):.0f} % "
         f"waiting; servers: {100 * runs.mean('busy'):.0f} % generating"
     )
     found = allowed(made, facts.read, lendings(made, facts.config, split))
-    for change, gain, error in compare(found, runs):
+    rows = compare(found, runs)
+    told["lendings"] = [_of_change(*row) for row in rows]
+    for change, gain, error in rows:
         yield f"{change.name} ({change.note}): {100 * (gain - 1):+.1f} % +- {100 * error:.1f}"

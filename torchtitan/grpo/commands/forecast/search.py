@@ -119,6 +119,14 @@ class Spread:
         spread = statistics.stdev(getattr(outcome, name) for outcome in self.outcomes)
         return math.hypot(spread, self.off * self.mean(name))
 
+    def figures(self) -> dict[str, float]:
+        shares = ("trained", "waited", "pushed", "lent", "busy", "lent_tokens")
+        found = {f"{name}_fraction": self.mean(name) for name in shares}
+        for name in ("samples_per_second", "step_seconds"):
+            found |= {name: self.mean(name), f"{name}_error": self.deviation(name)}
+        oldest = max(outcome.max_age for outcome in self.outcomes)
+        return found | {"mean_age_batches": self.mean("mean_age"), "max_age_batches": oldest}
+
     def gain(self, before: "Spread") -> tuple[float, float]:
         """The ratio of samples per second to those ``before``, and the error of the ratio."""
         pairs = zip(self.outcomes, before.outcomes, strict=True)
