@@ -53,8 +53,7 @@ usage: torchtitan-grpo COMMAND ...
   versions
       Print the versions of this package and of those that a run depends on.
 
-check-config, plan, evaluate and verify print one JSON object with --json; its
-keys are in docs/how-to/python.md.
+check-config, plan, evaluate and verify take --json (docs/how-to/python.md).
 
   --help, --version
 
@@ -179,8 +178,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "check-gpu": check_gpu,
     "versions": versions,
 }
-_WITH_JSON = ("check-config", "plan", "evaluate", "verify")
-"""Commands that also take a dict, which they fill with what they find."""
+_WITH_JSON = ("check-config", "plan", "evaluate", "verify")  # They put what they find into a dict.
 
 
 def main() -> None:
@@ -206,11 +204,11 @@ def run(arguments: list[str]) -> int:
             from torchtitan.grpo.config.job_config import JobConfig
         print(page(JobConfig, help_words(rest) or []))
         return 0
-    takes, is_json = name in _WITH_JSON, JSON_FLAG in rest and not is_help
-    with json_object(name) if takes and is_json else nullcontext({}) as found:
-        words = [word for word in rest if not takes or word != JSON_FLAG]
+    is_json = name in _WITH_JSON and JSON_FLAG in rest and not is_help
+    rest = [word for word in rest if not is_json or word != JSON_FLAG]
+    with json_object(name) if is_json else nullcontext({}) as found:
         try:
-            status = COMMANDS[name](words, *[found] * takes)
+            status = COMMANDS[name](rest, *[found] * (name in _WITH_JSON))
         except RunError as error:
             print(f"error: {error}", file=sys.stderr)
             found["error"], status = str(error), error.exit_status or 2

@@ -82,7 +82,7 @@ class Subject:
 
 
 def options() -> Parser:
-    parser = Parser("torchtitan-grpo evaluate X.toml", allow_abbrev=False)
+    parser = Parser("torchtitan-grpo evaluate", allow_abbrev=False)
     parser.add_argument("--model", help="Hugging Face directory, or name on the Hub, to evaluate")
     parser.add_argument(
         "--checkpoint", help="checkpoint of the run to evaluate: a step, newest, or a folder"
@@ -126,8 +126,7 @@ def _evaluate(
         raise RunFailed(str(cause), 1) from error
     print_table(result)  # before it is written: the disk may be full
     target = given.output or folder / RESULT_FILE
-    record = _record(config, subject, result, servers)
-    found |= record
+    found |= (record := _record(config, subject, result, servers))
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(strict_json.dumps(record, indent=2) + "\n")

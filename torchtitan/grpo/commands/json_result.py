@@ -32,10 +32,7 @@ class Parser(argparse.ArgumentParser):
 
 @contextmanager
 def json_object(command: str) -> Iterator[Found]:
-    """Prints the yielded dict at the end, which has to set ``ok``; other prints go to standard error.
-
-    This holds for child processes as well. Exceptions are recorded as ``error`` and raised again.
-    """
+    """Prints the yielded dict at the end; what else is printed, by child processes too, goes to stderr."""
     found: Found = {"ok": False, "command": command}
     elsewhere = 2 if sys.stderr is not None else os.open(os.devnull, os.O_WRONLY)
     sys.stdout.flush()

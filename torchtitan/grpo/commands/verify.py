@@ -39,12 +39,10 @@ _NEEDED = ("server_version", "policy_version", "steps", "weight_sync_failures")
 
 @dataclass(frozen=True)
 class Check:
-    """``seconds`` is the time of the measurement, which checks may share."""
-
     what: str
     found: str
     holds: bool
-    seconds: float = 0.0
+    seconds: float = 0.0  # of the measurement, which checks may share
 
 
 def read_summary(run: Path, *more: str) -> dict[str, Any]:
@@ -196,7 +194,7 @@ def check_server(options: argparse.Namespace) -> list[Check]:
     ]
 
 
-def main(arguments: list[str] | None = None, found: Found | None = None) -> int:
+def main(arguments: list[str] | None, found: Found) -> int:
     parser = Parser("torchtitan-grpo verify", description=__doc__)
     parser.add_argument("--kind", choices=list(KINDS), required=True)
     parser.add_argument("--url", required=True)
@@ -215,7 +213,6 @@ def main(arguments: list[str] | None = None, found: Found | None = None) -> int:
     except (ValueError, OSError) as error:
         parser.error(str(error))
     checks += check_server(options)
-    found = {} if found is None else found
     found["checks"] = [
         {"check": c.what, "ok": c.holds, "detail": c.found, "seconds": c.seconds} for c in checks
     ]
@@ -228,4 +225,4 @@ def main(arguments: list[str] | None = None, found: Found | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(None, {}))

@@ -253,6 +253,6 @@ def layout_degrees(config: JobConfig) -> dict[str, int]:
 def describe_layout(config: JobConfig) -> str:
     """Returns the ranks as a product, such as ``8 = 2 stages x 2 shards x 2 tensor parts``."""
     degrees = layout_degrees(config)
-    world_size = degrees.pop("ranks")
+    ranks = degrees.pop("ranks")
     parts = [f"{n} {name.replace('_', ' ')}" for name, n in degrees.items() if n > 1]
-    return f"{world_size} = {' x '.join(parts)}" if parts else f"{world_size}"
+    return f"{ranks} = {' x '.join(parts)}" if parts else f"{ranks}"

@@ -71,10 +71,9 @@ def dry_run(
 ) -> Iterator[str]:
     """Yields findings and warnings about what the run would read, and then the layout of its ranks.
 
-    What they tell is put into ``found``. This may change the model's arguments. An empty ``date`` means
-    now. Raises ConfigError for bad prompts, rewards or environments, DataError for bad files of
-    ``grpo.ptx_path``, ``rollout.replay`` or ``[sft]``, and ModelError if the weights are those of another
-    model.
+    This fills ``found``, and may change the model's arguments. An empty ``date`` means now. Raises ConfigError
+    for bad prompts, rewards or environments, DataError for bad files of ``grpo.ptx_path``,
+    ``rollout.replay`` or ``[sft]``, and ModelError if the weights are those of another model.
     """
     inputs, warnings = found["inputs"], found["warnings"] = [], []
     found |= {"start": list(start), "settings": changed_settings(config)}

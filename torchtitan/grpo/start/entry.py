@@ -126,9 +126,7 @@ def check_only(args: list[str], found: Found, *, shows_settings: bool) -> int:
     return status
 
 
-def findings(
-    args: list[str], found: Found, *, shows_settings: bool = False
-) -> tuple[int, Iterator[str]]:
+def findings(args: list[str], found: Found, *, shows_settings: bool) -> tuple[int, Iterator[str]]:
     """Returns an exit status and lines about inputs and layout; ``shows_settings`` adds the settings.
 
     The status is 2 if the run would be refused only because of its folder. Any other reason raises

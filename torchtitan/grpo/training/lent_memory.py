@@ -81,7 +81,6 @@ def check_lent_memory(config: JobConfig, model: HFModel) -> None:
 def describe_lent_memory(
     config: JobConfig, model: HFModel, num_ranks: int, found: Found
 ) -> Iterator[str]:
-    """Yields lines on a lent GPU's memory, and puts their figures into ``found``."""
     if not config.lends_devices:
         return
     num_gpus = num_training_gpus()

@@ -5,7 +5,6 @@
 
 import os
 from collections.abc import Iterator
-from dataclasses import asdict
 
 import torch
 import torch.distributed as dist
@@ -60,14 +59,11 @@ def resolve_kept(config: JobConfig, model: HFModel, device: torch.device) -> Non
         )
 
 
-def describe_memory(
-    config: JobConfig, model: HFModel, num_ranks: int, found: Found
-) -> Iterator[str]:
-    """Yields lines on the memory of a training step, and puts their figures into ``found``."""
+def describe_memory(config: JobConfig, model: HFModel, ranks: int, found: Found) -> Iterator[str]:
     has_gpu = torch.cuda.is_available()
     num_bytes = device_bytes(torch.device("cuda", 0)) if has_gpu else ASSUMED_BYTES
     available = available_bytes(num_bytes, _servers_share(config, num_bytes))
-    memory = estimate(config, model, num_ranks)
+    memory = estimate(config, model, ranks)
     mode, tokens = checkpoint_mode(config), microbatch_tokens(config)
     asked = config.parallelism.fsdp_between_microbatches
     kept: Kept = choose_kept(config, memory, available) if asked == "auto" else asked
@@ -102,9 +98,8 @@ def describe_memory(
             + (f"{100 * again:.0f} % more FLOPs" if again else "nothing is recomputed")
         )
     needed = memory.total(mode, tokens, kept)
-    found |= {f"{key}_bytes": size for key, size in asdict(memory).items() if type(size) is int}
+    found |= {f"{key}_bytes": size for key, size in vars(memory).items() if type(size) is int}
     found |= {"needed_bytes": needed, "available_bytes": available, "fits": needed <= available}
-    found |= {"microbatch_tokens": tokens, "kept": kept}
     fits = "fit" if needed <= available else "do NOT fit"
     if _NARROW * available < needed <= available:
         fits = "fit narrowly: the estimate may be wrong by a tenth"

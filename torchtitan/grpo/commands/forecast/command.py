@@ -124,7 +124,6 @@ class _Given:
 
 
 def plan(arguments: list[str], found: Found) -> int:
-    """Prints the forecast, and puts its figures into ``found``."""
     given, others = options().parse_known_args(arguments)
     parsed = parse(others)
     config = read_settings(parsed)
@@ -194,9 +193,10 @@ def _lines(facts: _Given, found: Found) -> Iterator[str]:
     yield from (f"  {line}" for line in _describe_run(run))
     yield f"\nWhat to change first (+- is the standard error over {seeds} seeds, {error})"
     rows = compare(allowed(made, facts.read, changes(made, facts.config)), before)
-    found |= {"changes": [_of_change(*row) for row in rows], "recommended": None}
-    if best := recommended(rows):
-        found["recommended"] = _of_change(*best)
+    best = recommended(rows)
+    found["changes"] = [_of_change(*row) for row in rows]
+    found["recommended"] = best and _of_change(*best)
+    if best:
         yield f"  Recommended: {best[0].name} ({100 * (best[1] - 1):+.0f} % samples a second)"
     else:
         yield "  None of these changes gains more than the simulation's noise."
@@ -205,9 +205,9 @@ def _lines(facts: _Given, found: Found) -> Iterator[str]:
         yield f"    {100 * (gain - 1):+6.1f} % +- {100 * own_error:.1f}  {change.name}{note}"
     devices = facts.options.devices or max(made.num_devices, made.fewest_devices)
     yield f"\nThe best split of {devices:,} devices"
-    found["best_split"] = {"devices": devices}
+    told = found["best_split"] = {}
     with refusing():
-        yield from (f"  {line}" for line in _describe_split(facts, made, found["best_split"]))
+        yield from (f"  {line}" for line in _describe_split(facts, made, devices, told))
 
 
 def _make_plan(facts: _Given) -> Plan:
@@ -308,8 +308,8 @@ def _describe_run(run: Found) -> Iterator[str]:
     yield f"age of a sample   {mean:.2f} batches on average, at most {oldest}"
 
 
-def _describe_split(facts: _Given, made: Plan, told: Found) -> Iterator[str]:
-    options, num_devices = facts.options, told["devices"]
+def _describe_split(facts: _Given, made: Plan, num_devices: int, told: Found) -> Iterator[str]:
+    options = facts.options
     split, rate = smallest_split(made, num_devices)
     system, used = made.on(split), replace(made, split=split).num_devices
     yield f"{_describe(split)}: {rate:.4g} samples a second"
@@ -325,7 +325,7 @@ def _describe_split(facts: _Given, made: Plan, told: Found) -> Iterator[str]:
         yield f"with {change.name}: as many completions in flight for each server as now"
     runs = spread(system, options.seeds)
     told |= asdict(split) | runs.figures() | {"samples_per_second": rate}
-    told |= {"used_devices": used, "settings": dict(change.settings), "text": change.name}
+    told |= {"devices": num_devices, "used_devices": used, "settings": dict(change.settings)}
     yield (
         f"training devices: {100 * runs.mean('trained'):.0f} % training, {100 * runs.mean('waited'):.0f} % "
         f"waiting; servers: {100 * runs.mean('busy'):.0f} % generating"

@@ -175,7 +175,7 @@ def _check(output: Path, *, is_new_reward: bool) -> None:
         with as_trained(words) as rest:
             from torchtitan.grpo.start.entry import findings
 
-            _, found = findings(rest, {})
+            _, found = findings(rest, {}, shows_settings=False)
             lines = [line.strip() for line in found]
         for line in lines:
             if line.startswith(_REFUSED):
