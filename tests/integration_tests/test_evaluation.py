@@ -4,6 +4,8 @@
 """Evaluations beside training in a whole run, and the same evaluations without one."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -89,15 +91,26 @@ def test_no_step_waits_for_an_evaluation_which_one_server_keeps_its_weights_for(
 
 def evaluated(run, tmp_path, *arguments: str) -> dict:
     output = tmp_path / "result.json"
-    status = cli.run(
-        [
-            "evaluate", "train_configs/quickstart.toml", *arguments, "--output", str(output), *SETS,
-            f"--job.dump_folder={run.folder}", "--inference.device=cpu",
-        ]
-    )  # fmt: skip
-    assert status == 0
+    command = [
+        *(
+            sys.executable,
+            "-c",
+            "import torchtitan_grpo; torchtitan_grpo.main()",
+            "evaluate",
+            "--json",
+        ),
+        *("train_configs/quickstart.toml", *arguments, "--output", str(output), *SETS),
+        *(f"--job.dump_folder={run.folder}", "--inference.device=cpu"),
+    ]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert ran.returncode == 0, ran.stderr[-3000:]
     result = json.loads(output.read_text())
     assert undescribed(k for k in result if "/" in k) == []
+    samples = run.folder / f"evaluate/step-{STEPS}/evaluation_samples.jsonl"
+    told = {"ok": True, "command": "evaluate", "problems": []}
+    told |= {"result_file": str(output), "samples_file": str(samples)}
+    assert json.loads(ran.stdout) == result | told
+    assert "pass@4" in ran.stderr and f"The result is in {output}" in ran.stderr
     return result
 
 

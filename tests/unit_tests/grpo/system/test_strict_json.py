@@ -198,5 +198,5 @@ def test_what_cannot_be_compared_is_refused_in_one_sentence(write_run, tmp_path,
         (write_run([0.5]), r"column prompt, got none in .*prompts.jsonl:1\."),
     ):
         with pytest.raises(SystemExit, match="2"):
-            main([*command, str(run)])
+            main([*command, str(run)], {})
         assert re.search(message, capsys.readouterr().err)
