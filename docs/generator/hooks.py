@@ -24,7 +24,7 @@ HOW_TO = "docs/how-to/README.md"
 PROJECT = (
     "benchmarks/RESULTS.md", "torchtitan/grpo/README.md", "CONTRIBUTING.md", "CHANGELOG.md",
 )  # fmt: skip
-PARTS_OF_THE_SITE = ("docs/generator/iframe-worker.js", "docs/generator/site.css")
+PARTS_OF_THE_SITE = ("docs/generator/site.css",)
 SHOWN = {".py": "python", ".toml": "toml", ".sh": "bash", "": "text"}  # as a page, in its language
 
 
