@@ -372,10 +372,13 @@ class GRPOTrainer(Trainer):
 
     def _wait_for_push(self, version: int) -> None:
         timeout_seconds = self.config.weight_sync.timeout_seconds * 2
-        self.publisher.wait_for(version, timeout_seconds, self._should_stop_waiting)
+        self.publisher.wait_for(
+            version, timeout_seconds, lambda: self._should_stop_waiting(version)
+        )
 
-    def _should_stop_waiting(self) -> bool:
+    def _should_stop_waiting(self, version: int) -> bool:
         """Returns whether to stop waiting for a push; raises what ended the rollout process."""
+        self.metrics_processor.wait_push(version, self.publisher.server_states())
         if self.source is not None:
             self.source.attend()
         return self.stop.requested

@@ -241,11 +241,18 @@ def _session_config(config: JobConfig, model: HFModel, folder: Path) -> RolloutP
 
 
 async def _run(config: RolloutProcessConfig) -> tuple[EvaluationResult, list[str]]:
-    session = EvaluationSession(config, lambda text: print(text, file=sys.stderr, flush=True))
     progress = Progress("auto", 0)
 
+    async def show_start(line: str, done: int, wanted: int) -> None:
+        progress.wait(line, done, wanted)
+
     async def show(message: link_messages.Progress) -> None:
-        progress.wait(message.line, message.done, message.wanted)
+        await show_start(message.line, message.done, message.wanted)
+
+    def announce(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    session = EvaluationSession(config, announce, show_start)
 
     working = asyncio.current_task()
     assert working is not None

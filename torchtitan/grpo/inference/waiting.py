@@ -12,12 +12,13 @@ from torchtitan.grpo.inference.client import InferenceClient, ServerError
 from torchtitan.grpo.inference.http import RouteError
 from torchtitan.grpo.inference.join_check import WrongServer
 from torchtitan.grpo.inference.local_servers import LaunchedServer
-from torchtitan.grpo.system.waits import Reminders
 
 _POLL_SECONDS = 0.25
+_SHOW_SECONDS = 1.0
 
 Check = Callable[[InferenceClient], Awaitable[None]]
-Tell = Callable[[str], object]
+Show = Callable[[str, int, int], Awaitable[None]]
+"""Shows a line about a wait, and how many of how many servers are up."""
 
 
 async def wait_until_up(
@@ -26,30 +27,35 @@ async def wait_until_up(
     timeout_seconds: float,
     *,
     check: Check | None = None,
-    tell: Tell | None = None,
+    show: Show | None = None,
     kind: str = "inference",
     urls_key: str = "inference.urls or inference.urls_file",
 ) -> None:
     """Returns when every server is up and has passed the check.
 
     ``check`` is called with each server that is up, or that refuses the health request. If ``check`` raises
-    :class:`WrongServer`, the other waits end. ``tell`` gets messages about each missing server, at growing
-    intervals. Raises RuntimeError, with the end of the log, if a launched server has ended, and
-    TimeoutError if a server is not up in time.
+    :class:`WrongServer`, the other waits end. ``show`` is called every second until all are up. Raises
+    RuntimeError, with the end of the log, if a launched server has ended, and TimeoutError if a server is
+    not up in time.
     """
     launched = {server.url: server for server in servers}
-    waits = [
-        asyncio.create_task(
-            _Wait(c, launched.get(c.url), timeout_seconds, check, tell, kind, urls_key).run()
-        )
-        for c in clients
-    ]
+    waits = [_Wait(c, launched.get(c.url), timeout_seconds, check, urls_key) for c in clients]
+    running = [asyncio.create_task(wait.run()) for wait in waits]
+    showing = [] if show is None else [asyncio.create_task(_show(waits, kind, show))]
     try:
-        await asyncio.gather(*waits)  # the first failure is raised, and ends the other waits
+        await asyncio.gather(*running)  # the first failure is raised, and ends the other waits
     finally:
-        for wait in waits:
-            wait.cancel()
-        await asyncio.gather(*waits, return_exceptions=True)
+        for task in (*running, *showing):
+            task.cancel()
+        await asyncio.gather(*running, *showing, return_exceptions=True)
+
+
+async def _show(waits: Sequence["_Wait"], kind: str, show: Show) -> None:
+    while missing := [wait for wait in waits if not wait.is_up]:
+        done, first = len(waits) - len(missing), missing[0]
+        line = f"waiting for {kind} servers: {done} of {len(waits)} ready"
+        await show(f"{line}; {first.client.url}: {first.describe()}", done, len(waits))
+        await asyncio.sleep(_SHOW_SECONDS)
 
 
 _NO_ANSWER = "none yet"
@@ -61,12 +67,10 @@ class _Wait:
     server: LaunchedServer | None
     timeout_seconds: float
     check: Check | None
-    tell: Tell | None
-    kind: str
     urls_key: str
     last: str = _NO_ANSWER
     began: float = field(default_factory=time.monotonic)
-    reminders: Reminders = field(default_factory=Reminders)
+    is_up: bool = False
 
     async def run(self) -> None:
         while True:
@@ -76,6 +80,7 @@ class _Wait:
                     await asyncio.wait([asking], timeout=_POLL_SECONDS)
                     self._look()
                 if asking.result():
+                    self.is_up = True
                     return
             finally:
                 asking.cancel()
@@ -84,15 +89,11 @@ class _Wait:
             await asyncio.sleep(_POLL_SECONDS)
 
     def _look(self) -> None:
-        """Raises RuntimeError if the server's process has ended. Otherwise sends a reminder when one is due."""
+        """Raises RuntimeError if the server's process has ended."""
         if self.server is not None and self.server.process.poll() is not None:
             raise RuntimeError(
                 f"A server must stay up, but it ended early. {self.server.describe_end()}"
             )
-        waited = time.monotonic() - self.began
-        is_late = waited >= self.timeout_seconds
-        if self.tell is not None and not is_late and self.reminders.is_due(waited):
-            self.tell(self._describe(waited))
 
     async def _is_up(self) -> bool:
         remaining = self.timeout_seconds - (time.monotonic() - self.began)
@@ -120,15 +121,9 @@ class _Wait:
         if self.check is not None:
             await self.check(self.client)
 
-    def _describe(self, waited: float) -> str:
-        text = (
-            f"The {self.kind} server {self.client.url} is not up yet after {waited:.0f} s (at most "
-            f"{self.timeout_seconds:g} s, inference.startup_timeout_seconds)."
-        )
-        if self.server is None:
-            return f"{text} Last answer: {self.last}"
-        # It was started here and has not ended: what it does now says more than a refused connection.
-        return f"{text} The last line of {self.server.log_file}: {self.server.last_line()}"
+    def describe(self) -> str:
+        """Returns the last line of a launched server's log, which says more than a refused connection."""
+        return f"last answer: {self.last}" if self.server is None else self.server.last_line()
 
     def _timeout(self) -> TimeoutError:
         must = (

@@ -8,7 +8,7 @@ The family's state-dict adapter converts one whole parameter at a time, in every
 
 import json
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -64,19 +64,27 @@ def load_hf_weights(
     *,
     setting: str = "model.hf_assets_path",
     new: Collection[str] = (),
+    show: Callable[[str, int, int], object] = lambda line, done, wanted: None,
 ) -> None:
     """Fills sharded parameters from a directory.
 
     Raises ModelError if the directory's files do not match the model, or if they are an export of this
     project whose files were changed later.
-    Parameters named in ``new`` may be missing from the files; they then keep their values.
+    Parameters named in ``new`` may be missing from the files; they then keep their values. ``show`` is
+    called with a line before each parameter, and with the numbers of those loaded and of all.
     """
     is_group = dist.is_initialized()
     share = (dist.get_rank(), dist.get_world_size()) if is_group else (0, 1)
     require_undamaged(Path(path), setting, *share, weights=True)
     files = WeightFiles(Path(path), setting)
     with torch.no_grad():
-        for name, parameter in named_parameters(model_parts):
+        parameters = list(named_parameters(model_parts))
+        for number, (name, parameter) in enumerate(parameters):
+            show(
+                f"loading weights: {number} of {len(parameters)} parameters",
+                number,
+                len(parameters),
+            )
             if is_adapter(name):
                 continue  # the directory holds the base model
             metas = hf_meta(adapter, name, parameter.shape)

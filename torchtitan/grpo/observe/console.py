@@ -18,6 +18,7 @@ some times in seconds, and the share of time for which the devices were lent to 
 import logging
 import math
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -28,6 +29,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, Tim
 from rich.progress import Progress as RichProgress
 from rich.text import Text
 
+from torchtitan.grpo.observe.events import events
 from torchtitan.grpo.rollout.drops import DROP_KINDS
 from torchtitan.grpo.system.logs import init_logger, logger
 
@@ -150,13 +152,17 @@ _NOISY_WARNINGS = (
     "In CPU autocast, but the target dtype is not supported",
     "DTensor manual_seed.. may not have complete support on cpu",
 )
-_TELL_SECONDS = 30.0
+_TELL_SECONDS = 10.0
+_OVER_SECONDS = 5.0
+"""A wait that nobody has reported for this long is over. Reports come every second or two."""
 
 
 def init_console(level: str, *, is_rank_zero: bool) -> None:
     """Sets up torchtitan's logger. Ranks other than 0 report only warnings and errors."""
     init_logger()
     logger.setLevel(level.upper() if is_rank_zero else "WARNING")
+    if is_rank_zero:
+        logger.addHandler(events)
     for handler in logger.handlers:
         handler.addFilter(lambda record: not any(noise in record.getMessage() for noise in _NOISE))
     # Matplotlib logs that it builds its font cache, once on each machine.
@@ -179,6 +185,8 @@ class Progress:
         self._bar: _Bar | None = None
         self._parts: dict[str, TaskID] = {}  # bars of what is waited for
         self._told = time.monotonic()
+        self._waits: dict[str, tuple[float, float]] = {}  # when each began, and was reported last
+        self._lock = threading.RLock()
         self._rerouted: list[tuple[logging.StreamHandler, TextIO]] = []
         if mode == "bar":
             self._bar = _Bar(
@@ -205,23 +213,43 @@ class Progress:
                 self.print(f"step {step}: {note}")
             self._bar.lines = [line, left_out] if left_out else [line]
             self._bar.update(self._task, completed=step)
-            while self._parts:
-                self._bar.remove_task(self._parts.popitem()[1])
+            with self._lock:
+                for what in list(self._parts):
+                    self._remove(what)
         elif self.mode == "lines":
             space = "  " if is_wide else "\n  "
             parts = space.join(filter(None, (line, note, left_out)))
             self._console.print(parts, markup=False)
 
-    def wait(self, line: str, done: int, wanted: int) -> None:
-        """Shows the progress of a batch or an evaluation, as a bar or as a line every 30 s."""
-        if self._bar is not None:
-            if (what := line.partition(":")[0]) not in self._parts:
-                self._parts[what] = self._bar.add_task("", total=None)
-            part, total = self._parts[what], wanted or None
-            self._bar.update(part, completed=done, total=total, description=line)
-        elif self.mode == "lines" and time.monotonic() - self._told >= _TELL_SECONDS:
-            self._told = time.monotonic()
-            self.print(line)
+    def wait(self, line: str, done: int = 0, wanted: int = 0, *, only_alone: bool = False) -> None:
+        """Shows what is waited for and how far it is: as a bar, or as a line every ten seconds.
+
+        The part of ``line`` before a colon names the wait. Lines begin when it has lasted ten seconds. With
+        ``only_alone``, it is shown only while no other wait is reported. Any thread may call this.
+        """
+        now, (what, colon, state) = time.monotonic(), line.partition(":")
+        with self._lock:
+            for old in [
+                old for old, (_, last) in self._waits.items() if now - last > _OVER_SECONDS
+            ]:
+                del self._waits[old]
+                self._remove(old)
+            if only_alone and self._waits.keys() - {what}:
+                return
+            begun = self._waits.get(what, (now, now))[0]
+            self._waits[what] = begun, now
+            if self._bar is not None:
+                if what not in self._parts:
+                    self._parts[what] = self._bar.add_task("", total=None)
+                total = wanted or None
+                self._bar.update(self._parts[what], completed=done, total=total, description=line)
+            elif self.mode == "lines" and now - max(self._told, begun) >= _TELL_SECONDS:
+                self._told = now
+                self.print(f"{what}, {now - begun:.0f} s{colon}{state}")
+
+    def _remove(self, what: str) -> None:
+        if (part := self._parts.pop(what, None)) is not None and self._bar is not None:
+            self._bar.remove_task(part)
 
     def print(self, message: str, *, always: bool = False) -> None:
         """Prints a message above the bar. With ``mode`` ``none``, prints it only if ``always`` is set."""
@@ -229,9 +257,11 @@ class Progress:
             self._console.print(message, markup=False)
 
     def close(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
+        with self._lock:
+            self.mode = "none"  # for threads that still report
+            if self._bar is not None:
+                self._bar.stop()
+                self._bar = None
         for handler, stream in self._rerouted:
             handler.setStream(stream)
         self._rerouted = []

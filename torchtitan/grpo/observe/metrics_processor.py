@@ -6,6 +6,8 @@
 import itertools
 import netrc
 import os
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -21,6 +23,7 @@ from torchtitan.grpo.observe.evaluation_records import (
     evaluation_metrics,
     sample_records,
 )
+from torchtitan.grpo.observe.events import events
 from torchtitan.grpo.observe.phases import Phases
 from torchtitan.grpo.observe.report import (
     RunOutcome,
@@ -55,11 +58,14 @@ class GRPOMetricsProcessor:
         self._folder = Path(job_config.job.dump_folder)
         self._progress: Progress | None = None
         self._open: list[Progress | RunLog] = []
+        self._ended = threading.Event()
         if dist.get_rank() == 0:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._progress = Progress(job_config.observe.progress, job_config.training.steps)
             self._open.append(self._progress)
         self.monitor = RankMonitor(job_config)
+        if self._progress is not None:
+            threading.Thread(target=self._show_phases, name="phases", daemon=True).start()
         self._equal_rewards = EqualRewardsWatch(job_config)
         self._is_chat: bool | None = None
         self._num_retries = 0
@@ -73,6 +79,7 @@ class GRPOMetricsProcessor:
         self.evaluations = RunLog(self._folder / "evaluations.jsonl", step)
         self.evaluated = RunLog(self._folder / "evaluation_samples.jsonl", step)
         self._open += [self.steps, self.evaluations, self.evaluated]
+        events.begin(self._folder, step)
         if place := wandb_place(self.trackers):
             self._progress.print(place)
 
@@ -80,6 +87,30 @@ class GRPOMetricsProcessor:
         """Shows the progress that the rollout process reports."""
         if link is not None and self._progress is not None:
             link.show = self._progress.wait
+
+    def wait(self, line: str, done: int = 0, wanted: int = 0) -> None:
+        """Shows the progress of a wait of rank 0; see :meth:`Progress.wait`."""
+        if self._progress is not None:
+            self._progress.wait(line, done, wanted)
+
+    def wait_push(self, version: int, servers: Mapping[str, Mapping[str, str | int]]) -> None:
+        """Shows which of the publisher's ``servers`` serve ``version`` or a newer one."""
+        missing = [url for url, state in servers.items() if int(state["version"]) < version]
+        done, line = len(servers) - len(missing), f"push of version {version}"
+        line += f": {done} of {len(servers)} servers have it"
+        line += f"; {missing[0]} is {servers[missing[0]]['state']}" if missing else ""
+        self.wait(line, done, len(servers))
+
+    def _show_phases(self) -> None:
+        """Shows phases of rank 0 that nobody else reports, before the first step and in evaluations."""
+        assert self._progress is not None, "only rank 0 shows phases"
+        while not self._ended.wait(1.0):
+            facts = self.monitor.phases.health({}).facts
+            phase, is_first = facts["phase"], facts["step"] is None
+            if phase == "forward and backward" and self._config.compile.enable:
+                phase += ": the first step compiles the model"
+            if is_first or phase == "evaluating":
+                self._progress.wait(phase, only_alone=True)
 
     def log_step(
         self,
@@ -94,6 +125,7 @@ class GRPOMetricsProcessor:
         """
         if self._progress is None:
             return
+        events.step = step
         metrics = metrics | {"memory/peak_gib": take_peak_gib()}
         if (retries := count_allocation_retries()) > self._num_retries:
             logger.warning(
@@ -181,8 +213,11 @@ class GRPOMetricsProcessor:
         for tracker in self.trackers:
             tracker.close()
         self.monitor.close()
+        self._ended.set()
         for part in self._open:
             part.close()
+        if self._progress is not None:
+            events.close()
 
 
 def _keep_wandb_offline_without_key() -> None:

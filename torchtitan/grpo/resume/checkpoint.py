@@ -101,7 +101,8 @@ class AdapterState(ModelWrapper):
 
 
 def load_weights(trainer: Trainer, adapter: StateDictAdapter, model: HFModel) -> None:
-    load_hf_weights(trainer.model_parts, adapter, model.path)
+    show = trainer.metrics_processor.wait
+    load_hf_weights(trainer.model_parts, adapter, model.path, show=show)
     begin_adapters(trainer.model_parts, trainer.job_config.debug.seed)
 
 

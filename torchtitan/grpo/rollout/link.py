@@ -163,11 +163,7 @@ class RolloutLink:
         self, timeout_seconds: float, should_stop: Callable[[], bool] | None = None
     ) -> list[ServerInfo]:
         """Waits until the process is ready. Returns its servers, or [] if ``should_stop`` returned true."""
-        begun, what = time.monotonic(), "start: servers and rewards get ready, {:.0f} s"
-        answer = self._wait_for(
-            link_messages.Ready, timeout_seconds, should_stop, "become ready",
-            lambda: self.show(what.format(time.monotonic() - begun), 0, 0),
-        )  # fmt: skip
+        answer = self._wait_for(link_messages.Ready, timeout_seconds, should_stop, "become ready")
         if answer is None:
             return []
         ready, _ = answer

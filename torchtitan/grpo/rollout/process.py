@@ -176,8 +176,9 @@ class RolloutProcess:
             tasks.create_task(self._speak())
             await self._monitor.start()
             self._session = session = RolloutSession(
-                self._config, self._announcer.announce, self._announcer.say, devices=self.devices
-            )
+                self._config, self._announcer.announce, self._announcer.say, devices=self.devices,
+                show=self._show_start,
+            )  # fmt: skip
             await session.open()
             self._monitor.health.begin(session)
             self._monitor.tell_servers(session.fleet.servers)
@@ -326,6 +327,9 @@ class RolloutProcess:
 
     async def _send(self, message: link_messages.Answer, frames: list[bytes] | None = None) -> None:
         await self._messages.send_multipart([link_messages.encode(message), *(frames or [])])
+
+    async def _show_start(self, line: str, done: int, wanted: int) -> None:
+        await self._send(link_messages.Progress(line, False, line, done, wanted))
 
     def _opened(self) -> RolloutSession:
         assert self._session is not None, "rank 0 sent a command before the process was ready"

@@ -21,6 +21,7 @@ from torchtitan.grpo.inference.client import ServerError
 from torchtitan.grpo.inference.http import HttpConnection
 from torchtitan.grpo.inference.kinds import IDLE_SECONDS, kind_row
 from torchtitan.grpo.inference.urls import checked_urls
+from torchtitan.grpo.inference.waiting import Show
 from torchtitan.grpo.rewards.reward_loading import short_names
 from torchtitan.grpo.rollout.admission import Admission
 from torchtitan.grpo.rollout.agents.writer import EpisodeWriter
@@ -73,10 +74,11 @@ class _Session:
         announce: Callable[[str], None] | None,
         say: Callable[[str], object] = logger.info,
         warn: Callable[[str], object] = logger.warning,
+        show: Show | None = None,
     ) -> None:
-        self._config, self._say = config, say
+        self._config, self._show = config, show
         self.drops = DropLog(announce)
-        self.fleet = ServerFleet(config, announce, say)
+        self.fleet = ServerFleet(config, announce, say, show)
         self.inputs = Inputs(config, self.drops, say, warn)
 
     async def _open(self, *parts: Coroutine[Any, Any, None]) -> None:
@@ -121,13 +123,14 @@ class RolloutSession(_Session):
         say: Callable[[str], object] | None = None,
         *,
         devices: DeviceRequests | None = None,
+        show: Show | None = None,
     ) -> None:
         self._devices = devices
         self._saved = _read_saved(config, announce or logger.warning)
         if self._saved is not None:
             # This progress is newer than the checkpoint's: it also covers work done since then.
             config = replace(config, progress=self._saved.progress)
-        super().__init__(config, announce, say or announce or logger.info)
+        super().__init__(config, announce, say or announce or logger.info, show=show)
 
     async def open(self) -> None:
         await self._open(self._start_teachers(), self.open_inputs())
@@ -141,8 +144,9 @@ class RolloutSession(_Session):
         config = self._config
         if config.teacher.urls:
             codec = await asyncio.to_thread(make_codec, config)
-            self._teachers = make_teacher_pool(config, codec, self.drops, self._say)
-            await self._teachers.start(config.inference.startup_timeout_seconds)
+            self._teachers = make_teacher_pool(config, codec, self.drops)
+            limit = config.inference.startup_timeout_seconds
+            await self._teachers.start(limit, self._show)
 
     def _make_producer(self) -> Producer:
         config, saved, stream = self._config, self._saved, self.inputs.stream
@@ -267,7 +271,6 @@ def make_teacher_pool(
     config: RolloutProcessConfig,
     codec: TextCodec,
     drops: DropLog,
-    say: Callable[[str], object],
 ) -> TeacherPool:
     """Makes the pool of the teachers of ``[teacher]``. Sends no request to them."""
     settings = config.teacher
@@ -298,14 +301,19 @@ def make_teacher_pool(
         model_path=settings.model_path,
         top_k=settings.top_k,
     )
-    return TeacherPool(clients, settings, needs, drops=drops, announce=say)
+    return TeacherPool(clients, settings, needs, drops=drops)
 
 
 class EvaluationSession(_Session):
     """The session of one evaluation without a run. A run would report the same results for these weights."""
 
-    def __init__(self, config: RolloutProcessConfig, announce: Callable[[str], None]) -> None:
-        super().__init__(config, announce, announce, announce)
+    def __init__(
+        self,
+        config: RolloutProcessConfig,
+        announce: Callable[[str], None],
+        show: Show | None = None,
+    ) -> None:
+        super().__init__(config, announce, announce, announce, show)
 
     async def open(self) -> None:
         await self._open(self.inputs.open_evaluation())

@@ -17,7 +17,7 @@ WANDB_ID_FILE = "wandb_id_rank"
 
 _LOGS = (
     *("metrics.jsonl", "evaluations.jsonl", "samples.jsonl", "ledger.jsonl"),
-    "evaluation_samples.jsonl",
+    *("evaluation_samples.jsonl", "events.jsonl"),
 )
 _WRITTEN = (
     *_LOGS,

@@ -34,6 +34,7 @@ from torchtitan.grpo.models.hf_config import (
 )
 from torchtitan.grpo.models.hub import locate_models
 from torchtitan.grpo.observe.console import init_console
+from torchtitan.grpo.observe.events import events
 from torchtitan.grpo.resume.checkpoint import RunFinished
 from torchtitan.grpo.resume.resumption import (
     choose_start,
@@ -164,11 +165,14 @@ def _train_in_folder(make_trainer: TrainerFactory, config: JobConfig, hf_model: 
             if start.folder is None or config.lora.rank:  # else a checkpoint brings them
                 for note in check_weights(config, hf_model)[1]:
                     print(f"warning: {note}", flush=True)
+                    events.add("warning", note)
             folder.begin()
+            events.folder = Path(config.job.dump_folder)
         status = _train(make_trainer, config, hf_model, is_rank_zero=True)
     except RunError as error:
         status = _report(True, error, 2)
     finally:
+        events.close()  # what came after the trainer's end, such as the error that has ended it
         folder.close(failed=status != 0)
     return status
 
@@ -212,6 +216,7 @@ def _train(
         # A collective fails if another rank has died. That is not the cause of the failure, and
         # torchrun is about to stop this rank as well.
         if not stop.wait(_AGENT_PATIENCE_SECONDS):
+            events.add("error", f"{type(error).__name__}: {error}")
             raise
         name = signal.Signals(stop.exit_code - 128).name
         logger.warning(
@@ -240,6 +245,7 @@ def _report(
     """
     if is_rank_zero or not wait(_RANK_ZERO_PATIENCE_SECONDS):
         print(f"error: {error}", file=sys.stderr, flush=True)
+        events.add("error", str(error))
         _tell_torchrun(str(error))
     return getattr(error, "exit_status", None) or status
 

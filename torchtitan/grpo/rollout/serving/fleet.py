@@ -30,7 +30,7 @@ from torchtitan.grpo.inference.local_servers import (
 )
 from torchtitan.grpo.inference.registry import RegisteredServers, RegistryFolder, registry_folder
 from torchtitan.grpo.inference.urls import UrlsFile, checked_urls
-from torchtitan.grpo.inference.waiting import wait_until_up
+from torchtitan.grpo.inference.waiting import Show, wait_until_up
 from torchtitan.grpo.rollout.prompts import PromptLimits
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher
 from torchtitan.grpo.rollout.serving.registry_server import RegistryServer
@@ -64,8 +64,9 @@ class ServerFleet:
         config: RolloutProcessConfig,
         announce: Callable[[str], None] | None = None,
         say: Callable[[str], object] = logger.info,
+        show: Show | None = None,
     ) -> None:
-        self._config = config
+        self._config, self._show = config, show
         self._needs = server_needs(config)
         self._announce, self._say = announce or logger.warning, say
         self._ports: HeldPorts | None = None
@@ -143,7 +144,7 @@ class ServerFleet:
             self._launched,
             inference.startup_timeout_seconds,
             check=self._check,
-            tell=self._say,
+            show=self._show,
             kind=inference.kind,
         )
         for server in self._launched:

@@ -23,7 +23,7 @@ is ready. A group is closed as unrated once no teacher has answered anything for
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -33,7 +33,7 @@ from torchtitan.grpo.config import Teacher
 from torchtitan.grpo.inference.client import InferenceClient, ServerError
 from torchtitan.grpo.inference.http import RouteError
 from torchtitan.grpo.inference.join_check import WrongServer
-from torchtitan.grpo.inference.waiting import wait_until_up
+from torchtitan.grpo.inference.waiting import Show, wait_until_up
 from torchtitan.grpo.rollout.drops import DropLog
 from torchtitan.grpo.rollout.serving.server_state import Server
 from torchtitan.grpo.rollout.teachers.teacher_check import (
@@ -125,13 +125,11 @@ class TeacherPool:
         needs: TeacherNeeds,
         *,
         drops: DropLog | None = None,
-        announce: Callable[[str], object] = logger.info,
     ) -> None:
         assert clients, "a pool has a teacher"
         self._teachers = [Server(client, version=0) for client in clients]
         self._settings, self._needs = settings, needs
         self._drops = drops or DropLog()
-        self._announce = announce
         self._places = asyncio.Semaphore(settings.max_concurrent_requests * len(clients))
         self._checking = asyncio.Lock()
         self._in_question: Server | None = None  # is being asked for the probe tokens
@@ -144,8 +142,8 @@ class TeacherPool:
         self._last_error = ""
         self.num_waiting = self.num_waiting_groups = 0
 
-    async def start(self, timeout_seconds: float) -> None:
-        """Waits until all teachers are up and checked.
+    async def start(self, timeout_seconds: float, show: Show | None = None) -> None:
+        """Waits until all teachers are up and checked. ``show`` is called meanwhile.
 
         Raises WrongServer for an unsuitable teacher, and TimeoutError if one is not up in time.
         """
@@ -154,7 +152,7 @@ class TeacherPool:
             [],
             timeout_seconds,
             check=self._check,
-            tell=self._announce,
+            show=show,
             kind="teacher",
             urls_key="teacher.urls",
         )
