@@ -24,7 +24,7 @@ async def for_ever(*arguments):
 class Session:
     evaluator = lender = None
 
-    def __init__(self, config, announce, say, devices):
+    def __init__(self, config, announce, say, devices, show):
         self.drops = DropLog(announce)
         self.producer = SimpleNamespace(
             run=for_ever, describe=lambda: "nothing", count_prompts=lambda: None,
@@ -35,8 +35,11 @@ class Session:
         self.dispatcher = SimpleNamespace(watch_loads=for_ever, servers={}, attempts=attempts)
         self.fleet = SimpleNamespace(servers=[], watch=for_ever)
         self.inputs = SimpleNamespace(warnings=[])
+        self.show = show
 
-    async def open(self): ...
+    async def open(self):
+        await self.show("waiting for servers: 0 of 1 ready", 0, 1)
+
     async def close(self): ...
 
 process.RolloutSession = Session

@@ -117,7 +117,7 @@ process.RolloutProcess = Waiting
 def test_what_is_waited_for_is_shown(open_link):
     shown: list[tuple[str, int, int]] = []
     link = open_link("import itertools\n" + BARE + WAITING, lambda *wait: shown.append(wait))
-    assert shown and all(line.startswith("start: ") for line, *_ in shown)
+    assert shown == [("waiting for servers: 0 of 1 ready", 0, 1)]
     shown.clear()
     assert link.next_batch(6, 60.0) is not None
     lines = [line for line, *_ in shown]

@@ -236,12 +236,14 @@ async def test_servers_that_never_change_are_watched_until_somebody_cancels_it()
 
 
 async def test_a_server_that_is_still_starting_is_no_reason_for_a_warning(monkeypatch):
-    async def slow(*arguments, tell, **settings) -> None:
-        tell("It is not up yet.")
+    async def slow(*arguments, show, **settings) -> None:
+        await show("waiting: 0 of 1 ready", 0, 1)
 
     monkeypatch.setattr(fleet, "wait_until_up", slow)
-    warned, said = [], []
-    made = ServerFleet(fleet_of("http://127.0.0.1:1")._config, warned.append, said.append)
+    warned, said, shown = [], [], AsyncMock()
+    config = fleet_of("http://127.0.0.1:1")._config
+    made = ServerFleet(config, warned.append, said.append, shown)
     await made.start()
     await made.close()
-    assert (warned, said) == ([], ["It is not up yet."])
+    assert (warned, said) == ([], [])
+    shown.assert_awaited_once_with("waiting: 0 of 1 ready", 0, 1)

@@ -117,9 +117,7 @@ def make(model, *clients: LocalTeacher, drops: DropLog | None = None, **settings
         {f"t{i}": i for i in range(20)}, 20, 16, None, top_k=settings.get("top_k", 0)
     )
     urls = [client.url for client in clients]
-    return TeacherPool(
-        clients, Teacher(urls=urls, **settings), needs, drops=drops, announce=lambda text: None
-    )
+    return TeacherPool(clients, Teacher(urls=urls, **settings), needs, drops=drops)
 
 
 async def started(model, *, drops: DropLog | None = None, **settings: Any):
