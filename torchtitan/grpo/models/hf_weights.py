@@ -81,7 +81,7 @@ def load_hf_weights(
         parameters = list(named_parameters(model_parts))
         for number, (name, parameter) in enumerate(parameters):
             show(
-                f"loading weights: {number} of {len(parameters)} parameters",
+                f"loading the model's weights: {number} of {len(parameters)} parameters",
                 number,
                 len(parameters),
             )
