@@ -4,28 +4,14 @@
 """What the console and events.jsonl of a whole run say of slow starts and of what goes wrong."""
 
 import re
-import sys
 from pathlib import Path
 
 PROGRAMS = Path(__file__).resolve().parents[1] / "programs"
-# An interpreter for servers that takes its time before the server starts and with the first weights.
+# A server that takes its time before it starts.
 PYTHON = """#!/bin/bash
 echo "loading shard 3"
 sleep {seconds}
-shift  # the program that starts a module
-exec {python} -c '
-import runpy, sys, time
-from torchtitan.grpo.inference.embedded.updates import WeightUpdater
-commit = WeightUpdater._commit
-
-def slow(self, version, *rest):
-    if version == "0":
-        time.sleep({seconds})
-    return commit(self, version, *rest)
-
-WeightUpdater._commit = slow
-runpy.run_module(sys.argv[1], run_name="__main__", alter_sys=True)
-' "$@"
+exec {python} "$@"
 """
 REWARDS = """
 import time
@@ -41,24 +27,24 @@ def raising(completions, answer, **kwargs):
 """
 
 
-def test_a_slow_start_is_told_and_what_goes_wrong_is_kept(make_run, tmp_path):
+def test_a_slow_start_is_told_and_what_goes_wrong_is_kept(make_run, tmp_path, fork_server):
     seconds = 4
     python, rewards = tmp_path / "python", tmp_path / "rewards.py"
-    python.write_text(PYTHON.format(seconds=seconds, python=sys.executable))
+    python.write_text(PYTHON.format(seconds=seconds, python=fork_server.launcher()))
     python.chmod(0o755)
     rewards.write_text(REWARDS.format(seconds=seconds))
     arguments = (
         "--grpo.prompts_per_step=4", "--evaluation.num_prompts=2", "--evaluation.interval=0",
         "--training.steps=2", f"--evaluation.function={rewards}:slow", f"--reward.functions={rewards}:raising",
-        f"--inference.python={python}", "--inference.num_servers=2", "--checkpoint.enable",
+        f"--inference.python={python}", "--checkpoint.enable",
         "--checkpoint.interval=1",
     )  # fmt: skip
-    run = make_run(*arguments, program=PROGRAMS / "quick_lines.py").succeed()
+    run = make_run(*arguments, program=PROGRAMS / "slow_push.py").succeed()
     url = r"http://127.0.0.1:\d+"
     for line in (
-        rf"waiting for embedded servers, \d s: 0 of 2 ready; {url}: loading shard 3",
-        rf"push of version 0, \d s: 0 of 2 servers have it; {url} is syncing",
-        r"evaluation at step 0, \d s: 0 of 2 completions, \d+ tokens, \d+ tokens/s",
+        rf"waiting for embedded servers, \d+ s: 0 of 1 ready; {url}: loading shard 3",
+        rf"push of version 0, \d+ s: 0 of 1 servers have it; {url} is syncing",
+        r"evaluation at step 0, \d+ s: 0 of 2 completions, \d+ tokens, \d+ tokens/s",
     ):
         assert re.search(f"^{line}$", run.console, re.MULTILINE), (line, run.console)
 

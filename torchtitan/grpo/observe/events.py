@@ -27,7 +27,7 @@ class Events(logging.Handler):
         self.folder: Path | None = None
         self.step = 0
         self._log: RunLog | None = None
-        self._waiting: list[logging.LogRecord] = []
+        self._waiting: list[tuple[float, str, str]] = []  # time, level and text
         self._counts: Counter[int] = Counter()  # by hash, because texts are long
         self._is_writing = False
 
@@ -47,8 +47,13 @@ class Events(logging.Handler):
         self.handle(logging.LogRecord("", number, "", 0, text, None, None))
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._waiting.append(record)
-        self._write()
+        try:
+            text = record.getMessage().encode(errors="replace").decode()
+            level = "error" if record.levelno >= logging.ERROR else "warning"
+            self._waiting.append((record.created, level, text))
+            self._write()
+        except Exception:  # as all handlers do: no message may end what it tells of
+            self.handleError(record)
 
     def close(self) -> None:
         """Writes what still waits, and closes the file. More may follow, until the next call."""
@@ -69,17 +74,17 @@ class Events(logging.Handler):
         if self._log is None or self._is_writing:
             return
         self._is_writing = True
-        while self._waiting:
-            record = self._waiting.pop(0)
-            text = record.getMessage().encode(errors="replace").decode()
-            self._counts[hash(text)] += 1
-            count = self._counts[hash(text)]
-            if count == 10 ** (len(str(count)) - 1):
-                text += f" ({count} times so far)" if count > 1 else ""
-                level = "error" if record.levelno >= logging.ERROR else "warning"
-                told = {"step": self.step, "time": record.created, "level": level, "text": text}
-                self._log.add(told)
-        self._is_writing = False
+        try:
+            while self._waiting:
+                when, level, text = self._waiting.pop(0)
+                self._counts[hash(text)] += 1
+                count = self._counts[hash(text)]
+                if count == 10 ** (len(str(count)) - 1):
+                    text += f" ({count} times so far)" if count > 1 else ""
+                    told = {"step": self.step, "time": when, "level": level, "text": text}
+                    self._log.add(told)
+        finally:
+            self._is_writing = False
 
 
 events = Events()

@@ -94,7 +94,8 @@ class GRPOMetricsProcessor:
             self._progress.wait(line, done, wanted)
 
     def wait_push(self, version: int, servers: Mapping[str, Mapping[str, str | int]]) -> None:
-        """Shows which of the publisher's ``servers`` serve ``version`` or a newer one."""
+        """Shows how many of the publisher's ``servers`` serve ``version`` or a newer one."""
+        servers = {url: one for url, one in servers.items() if one["state"] != "asleep"}
         missing = [url for url, state in servers.items() if int(state["version"]) < version]
         done, line = len(servers) - len(missing), f"push of version {version}"
         line += f": {done} of {len(servers)} servers have it"

@@ -30,6 +30,7 @@ def test_events_before_the_folder_is_known_and_after_the_end_are_kept(log, tmp_p
     log.addHandler(events)
     log.warning("a file %s is odd", "a.toml")
     log.info("no event")
+    log.warning("of %d", "no use")  # shown on stderr, as by every handler
     events.close()  # a run that is refused writes nowhere
     events.begin(tmp_path, 4)
     events.step = 5

@@ -190,7 +190,8 @@ def test_a_push_names_one_of_the_servers_that_lack_its_version():
     processor: Any = SimpleNamespace(wait=lambda *wait: shown.append(wait))
     states = {"a": {"state": "ready", "version": 0}, "b": {"state": "joining", "version": -1}}
     GRPOMetricsProcessor.wait_push(processor, 0, states)
-    GRPOMetricsProcessor.wait_push(processor, 0, {"a": states["a"]})
+    states = {"a": states["a"], "c": {"state": "asleep", "version": -1}}
+    GRPOMetricsProcessor.wait_push(processor, 0, states)
     assert shown == [
         ("push of version 0: 1 of 2 servers have it; b is joining", 1, 2),
         ("push of version 0: 1 of 1 servers have it", 1, 1),
@@ -238,4 +239,4 @@ def test_events_are_what_rank_0_shows(monkeypatch):
     root.info("no event")
     init_console("error", is_rank_zero=True)
     root.warning("hidden by observe.log_level")
-    assert [record.getMessage() for record in events._waiting] == ["shown"]
+    assert [text for _, _, text in events._waiting] == ["shown"]
