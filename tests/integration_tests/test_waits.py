@@ -32,7 +32,7 @@ def test_a_slow_start_is_told_and_what_goes_wrong_is_kept(make_run, tmp_path, fo
     python, rewards = tmp_path / "python", tmp_path / "rewards.py"
     python.write_text(PYTHON.format(seconds=seconds, python=fork_server.launcher()))
     python.chmod(0o755)
-    rewards.write_text(REWARDS.format(seconds=seconds))
+    rewards.write_text(REWARDS.format(seconds=2 * seconds))
     arguments = (
         "--grpo.prompts_per_step=4", "--evaluation.num_prompts=2", "--evaluation.interval=0",
         "--training.steps=2", f"--evaluation.function={rewards}:slow", f"--reward.functions={rewards}:raising",
@@ -44,7 +44,7 @@ def test_a_slow_start_is_told_and_what_goes_wrong_is_kept(make_run, tmp_path, fo
     for line in (
         rf"waiting for embedded servers, \d+ s: 0 of 1 ready; {url}: loading shard 3",
         rf"push of version 0, \d+ s: 0 of 1 servers have it; {url} is syncing",
-        r"evaluation at step 0, \d+ s: 0 of 2 completions, \d+ tokens, \d+ tokens/s",
+        r"evaluation at step 0, \d+ s: 2 of 2 completions, \d+ tokens, \d+ tokens/s; their scores are awaited",
     ):
         assert re.search(f"^{line}$", run.console, re.MULTILINE), (line, run.console)
 

@@ -360,6 +360,7 @@ async def result_of(
             tokens -= num_before
             speed = f"{tokens:,} tokens, {tokens / (time.monotonic() - begun):,.0f} tokens/s"
             line = f"{what}: {done} of {wanted} completions, {speed}"
+            line += "; their scores are awaited" if done == wanted else ""
             await send(link_messages.Progress(source.describe(), is_stuck, line, done, wanted))
     except asyncio.CancelledError:
         waiting.cancel()
