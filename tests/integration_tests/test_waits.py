@@ -49,7 +49,8 @@ def test_a_slow_start_is_told_and_what_goes_wrong_is_kept(make_run, tmp_path, fo
         assert re.search(f"^{line}$", run.console, re.MULTILINE), (line, run.console)
 
     first = run.records("events.jsonl")
-    planted = [event for event in first if "planted" in event["text"]]
+    raised = "First of the rewards that raised: assets/reverse_digits/train.jsonl:"
+    planted = [event for event in first if event["text"].startswith(raised)]
     assert len(planted) == 1 and planted[0]["level"] == "warning"
     assert all(event["text"].splitlines()[0] in run.console for event in first)
     again = make_run(*arguments, "--training.steps=3", "--observe.progress=none").succeed()
