@@ -7,7 +7,6 @@ import itertools
 import netrc
 import os
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
