@@ -158,6 +158,7 @@ class GRPOTrainer(Trainer):
                 self.publisher,
                 self.metrics_processor.log_evaluation,
                 self.loan.before_wait,
+                self.enter,
             )
             # Without a further step, the others do not wait for rank 0 here, and `_settle` does all of this.
             if self.should_continue_training():
@@ -264,7 +265,8 @@ class GRPOTrainer(Trainer):
         # At the end the others do not wait for rank 0 here: `_settle` records what is left.
         if self.evaluations is not None and not is_last:
             with self.rank_zero.releasing_others():
-                self._continue_evaluating(self.evaluations)
+                if self.evaluations.follow(self.step, is_stopping=self.stop.requested):
+                    self.clock.restart()
 
     def _is_due(self, interval: int) -> bool:
         return interval > 0 and self.step % interval == 0
@@ -385,19 +387,7 @@ class GRPOTrainer(Trainer):
 
     def _evaluate(self) -> None:
         if self.evaluations is not None and not self.stop.requested:
-            self.enter("evaluating")
             self.evaluations.run(self.step)
-
-    def _continue_evaluating(self, evaluations: Evaluations) -> None:
-        """Records an evaluation that has ended, and begins the next one when due."""
-        evaluations.collect(self.step)
-        if self.stop.requested or not evaluations.is_due(self.step):
-            return
-        if evaluations.is_beside_training:
-            evaluations.begin(self.step)
-        else:
-            self._evaluate()
-            self.clock.restart()
 
     def _measure_held_out(self) -> None:
         if self.held_out is None:

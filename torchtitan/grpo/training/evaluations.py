@@ -49,9 +49,10 @@ class Evaluations:
         publisher: Publisher,
         log: Log,
         before_wait: Callable[[int], None] = lambda version: None,
+        enter: Callable[[str], None] = lambda phase: None,
     ) -> None:
         self._source, self._publisher, self._log = source, publisher, log
-        self._before_wait = before_wait
+        self._before_wait, self._enter = before_wait, enter
         # Without servers, which replays and supervised training do not have, nothing is ever due.
         self._is_on = config.has_servers and bool(evaluation_sets(config.evaluation))
         # The servers' weights must not depend on when they take them: in the foreground every
@@ -73,6 +74,17 @@ class Evaluations:
 
     def counts(self) -> dict[str, int]:
         return {"left_out": self.num_left_out, "begun_again": self.num_begun_again}
+
+    def follow(self, step: int, *, is_stopping: bool) -> bool:
+        """Records an evaluation that has ended, and begins the next one when due. Returns whether it waited."""
+        self.collect(step)
+        if is_stopping or not self.is_due(step):
+            return False
+        if self.is_beside_training:
+            self.begin(step)
+            return False
+        self.run(step)
+        return True
 
     def begin(self, step: int) -> None:
         """Requests an evaluation unless one is running. Never waits."""
@@ -130,6 +142,7 @@ class Evaluations:
         """Evaluates, and waits for the result unless the run is asked to stop."""
         if not self._is_on:
             return
+        self._enter("evaluating")
         self._before_wait(step)
         self.finish(step)
         if not self._source.is_evaluating and self._source.request_evaluation(step):
