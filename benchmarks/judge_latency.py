@@ -52,7 +52,9 @@ SETTINGS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 
 
 @contextmanager
-def stub_judge(hangs: bool, **settings: Any) -> Iterator[dict[str, Any]]:
+def stub_judge(
+    hangs: bool, seconds: float = JUDGE_SECONDS, **settings: Any
+) -> Iterator[dict[str, Any]]:
     """Runs the judge in a thread of its own, and yields the table [reward.judge]."""
     hanging: list[str] = []
     ready, end = queue.SimpleQueue[tuple[str, asyncio.AbstractEventLoop]](), asyncio.Event()
@@ -62,7 +64,7 @@ def stub_judge(hangs: bool, **settings: Any) -> Iterator[dict[str, Any]]:
         prompt, _, completion = text.partition("|")
         if hangs and completion and not hanging:
             hanging.append(prompt)
-        await asyncio.sleep(1e6 if prompt in hanging else JUDGE_SECONDS)
+        await asyncio.sleep(1e6 if prompt in hanging else seconds)
         return web.json_response({"choices": [{"message": {"content": str(len(text) % 10)}}]})
 
     async def serve() -> None:

@@ -37,6 +37,7 @@ class StubRunner(ModelRunner):
         arguments: Other arguments of the model runner.
         decode_seconds: Duration of a step, for any number of rows and of prompts.
         mean_tokens: Mean length of completions before truncation.
+        long_slots: Number of rows whose completions do not end by themselves.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class StubRunner(ModelRunner):
         *arguments: Any,
         decode_seconds: float,
         mean_tokens: float,
+        long_slots: int,
     ) -> None:
         super().__init__(model, max_slots, *arguments)
         self._decode_seconds = decode_seconds
@@ -56,6 +58,7 @@ class StubRunner(ModelRunner):
         self._table[:, end] = float("-inf")
         # The end-of-sequence token is sampled with probability 1 / mean_tokens.
         self._table[:, end] = self._table.logsumexp(dim=-1) - math.log(mean_tokens - 1)
+        self._table[:long_slots, end] = float("-inf")
 
     @override
     def step(
@@ -69,9 +72,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0], add_help=False)
     parser.add_argument("--decode-seconds", type=float, required=True)
     parser.add_argument("--mean-tokens", type=float, required=True)
+    parser.add_argument("--long-slots", type=int, default=0)
     options, arguments = parser.parse_known_args()
     runner = partial(
-        StubRunner, decode_seconds=options.decode_seconds, mean_tokens=options.mean_tokens
+        StubRunner,
+        decode_seconds=options.decode_seconds,
+        mean_tokens=options.mean_tokens,
+        long_slots=options.long_slots,
     )
     # Only the runner is replaced. Everything that the server does with it is the server's own.
     setattr(embedded, "ModelRunner", runner)  # noqa: B010

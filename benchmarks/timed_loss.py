@@ -1,8 +1,9 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""A policy loss that takes a fixed time for each trained token, for training on devices that are not there."""
+"""Policy losses that take a fixed time, for training on devices that are not there."""
 
+import itertools
 import time
 
 import torch
@@ -11,6 +12,7 @@ from torchtitan.grpo.config import GRPO
 from torchtitan.grpo.losses.policy_terms import PolicyInputs
 
 _computed_before = time.thread_time()
+_calls = itertools.count(1)
 
 
 def timed(inputs: PolicyInputs, config: GRPO, *, token_seconds: float) -> torch.Tensor:
@@ -22,4 +24,16 @@ def timed(inputs: PolicyInputs, config: GRPO, *, token_seconds: float) -> torch.
     computed = time.thread_time() - _computed_before
     time.sleep(max(0.0, token_seconds * int(inputs.loss_mask.sum()) - computed))
     _computed_before = time.thread_time()
+    return _loss(inputs)
+
+
+def paced(
+    inputs: PolicyInputs, config: GRPO, *, seconds: float, every: int = 1, rest_seconds: float = 0.0
+) -> torch.Tensor:
+    """Sleeps for ``seconds`` in each call whose number ``every`` divides, else for ``rest_seconds``."""
+    time.sleep(rest_seconds if next(_calls) % every else seconds)
+    return _loss(inputs)
+
+
+def _loss(inputs: PolicyInputs) -> torch.Tensor:
     return -torch.exp(inputs.logprobs - inputs.old_logprobs) * inputs.advantages
