@@ -78,7 +78,6 @@ class GRPOTrainer(Trainer):
             states={"train_state": self}, sd_adapter=None,
         )  # fmt: skip
         self.is_rank_zero = dist.get_rank() == 0
-        self.phases = self.metrics_processor.monitor.phases
         self.runner = build_policy_runner(self)
         self.clock = StepClock()
         self.guards = Guards(job_config, logger.warning if self.is_rank_zero else lambda _: None)

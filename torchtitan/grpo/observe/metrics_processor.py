@@ -50,7 +50,7 @@ class GRPOMetricsProcessor:
     evaluations: RunLog  # evaluations.jsonl
     evaluated: RunLog  # evaluation_samples.jsonl
 
-    def __init__(self, job_config: JobConfig) -> None:
+    def __init__(self, job_config: JobConfig, phases: Phases) -> None:
         _keep_wandb_offline_without_key()
         self.trackers = open_trackers(job_config)
         self._config = job_config
@@ -62,7 +62,7 @@ class GRPOMetricsProcessor:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._progress = Progress(job_config.observe.progress, job_config.training.steps)
             self._open.append(self._progress)
-        self.monitor = RankMonitor(job_config)
+        self.monitor = RankMonitor(job_config, phases)
         if self._progress is not None:
             threading.Thread(target=self._show_phases, name="phases", daemon=True).start()
         self._equal_rewards = EqualRewardsWatch(job_config)
@@ -233,9 +233,8 @@ def _keep_wandb_offline_without_key() -> None:
 class RankMonitor:
     """Serves the state of rank 0 over HTTP. The training thread only assigns attributes and never waits."""
 
-    def __init__(self, config: JobConfig) -> None:
-        self._config = config
-        self.phases = Phases(config.observe.stuck_seconds)
+    def __init__(self, config: JobConfig, phases: Phases) -> None:
+        self._config, self.phases = config, phases
         self.latest: Mapping[str, float] = {}
         self.servers: Callable[[], Mapping[str, Mapping[str, str | int]]] = dict
         self._thread: MonitorThread | None = None

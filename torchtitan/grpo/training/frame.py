@@ -24,6 +24,7 @@ from torchtitan.grpo.config.frame import Comm, Debug
 from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.models.hf_names import StateDictAdapter
 from torchtitan.grpo.observe.metrics_processor import GRPOMetricsProcessor
+from torchtitan.grpo.observe.phases import Phases
 from torchtitan.grpo.system import strict_json
 from torchtitan.grpo.system.device import TORCH_DTYPE_MAP
 from torchtitan.grpo.system.logs import logger
@@ -73,6 +74,8 @@ class Trainer(Stateful):
 
     def __init__(self, job_config: JobConfig) -> None:
         self.job_config = job_config
+        # Connecting the ranks and reading a checkpoint are a part of the run's time.
+        self.phases = Phases(job_config.observe.stuck_seconds)
         logger.info(f"Starting job: {job_config.job.description}")
         self.device = _take_device()
         self.parallel_dims = self.init_distributed()
@@ -82,7 +85,7 @@ class Trainer(Stateful):
         set_seeds(self.parallel_dims, self.device, job_config.debug)
         self.model_args = self.train_spec.model_args
         self.model_args.update_from_config(job_config)
-        self.metrics_processor = GRPOMetricsProcessor(job_config)
+        self.metrics_processor = GRPOMetricsProcessor(job_config, self.phases)
         self.model_parts = self._build_model()
         self.optimizers: Optimizers = build_optimizers(self.model_parts, job_config.optimizer)
         self.lr_schedulers: Schedules = build_lr_schedulers(
