@@ -17,8 +17,8 @@ While the trainer waits, its time has one of these causes at every moment, the f
     generation      anything else
 
 If groups may not start while the trainer is busy, this delays the next batch by at most the same
-time. That part of the wait for generation is counted as ``bound`` (``rollout.max_head_offpolicyness``)
-or ``buffer`` (``rollout.buffer_size_limit``).
+time. That part of the wait for generation, its tail included, is counted as ``bound``
+(``rollout.max_head_offpolicyness``) or ``buffer`` (``rollout.buffer_size_limit``).
 """
 
 import statistics
@@ -75,7 +75,7 @@ class RolloutWaits:
         shares["rollout/wait_trainer_fraction"] = _share(held, "bound", "buffer")
         for cause in ("bound", "buffer"):
             left = held.get(cause, 0.0)
-            for source in ("generation", "concurrency"):
+            for source in ("generation", "concurrency", "tail"):
                 left = self._wait.move(left, source, cause)
         waits = self._wait.take()
         rewards = _share(waits, "rewards", "teacher")
