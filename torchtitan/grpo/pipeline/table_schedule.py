@@ -16,6 +16,7 @@ from torchtitan.grpo.pipeline.fill import FillJob, GapFiller
 from torchtitan.grpo.pipeline.lean_stage import LeanStage
 from torchtitan.grpo.pipeline.lowering import GapNumbers, lower
 from torchtitan.grpo.pipeline.offload import OffloadPlan
+from torchtitan.grpo.pipeline.pass_marks import timed
 from torchtitan.grpo.pipeline.pass_timer import PassTimer, average_costs
 from torchtitan.grpo.pipeline.tables.actions import Costs, Table
 from torchtitan.grpo.pipeline.tables.fused import fuse
@@ -306,7 +307,8 @@ class TableSchedule(_PipelineScheduleRuntime):
         other = self._beside
         loss = other._loss_fn if other and stage in other.stages else self._loss_fn
         if loss is not None:
-            self._losses[stage.stage_index, microbatch] = loss(output, targets[microbatch])
+            with timed(stage.stage_index, "F", None, stage.marks):
+                self._losses[stage.stage_index, microbatch] = loss(output, targets[microbatch])
 
     def _maybe_get_loss(self, stage: Any, microbatch: int) -> torch.Tensor | None:
         return self._losses.pop((stage.stage_index, microbatch), None)
