@@ -53,19 +53,23 @@ def stand_still(world: World) -> None:
 
 EVALUATED = {"evaluation.path": TASK / "heldout.jsonl", "evaluation.num_prompts": 16}
 EPISODES = {"rollout.max_turns": 2, "rollout.environment": f"{CODE}:Digits"}
-SUPERVISED = {"sft.path": "", "grpo.policy_loss": "clip"}
+QUICK = {"grpo.policy_loss_options.seconds": 0.05}  # for a loss that is called several times a step
 KINDS = {
     "asynchronous": Case({"training.steps": 24}, num_servers=2),
     "synchronous": Case({"rollout.max_head_offpolicyness": 0, "grpo.async_weight_update": "false"}),
     "lent devices": Case({"cluster.own.tags": "rollout", "cluster.shared.tags": "train,rollout"}),
-    "pipeline": Case({"parallelism.pipeline_parallel_degree": 2}, num_ranks=2),
-    "agents": Case({"agent.function": f"{CODE}:agent", "reward.functions": "agent"}),
+    "pipeline": Case(
+        {"parallelism.pipeline_parallel_degree": 2, "training.local_batch_size": 4, **QUICK}, num_ranks=2
+    ),
+    "agents": Case(
+        {"agent.function": f"{CODE}:agent", "reward.functions": "agent", "training.steps": 8}
+    ),
     "environment": Case({**EPISODES, "reward.functions": "environment"}),
     "evaluations": Case({**EVALUATED, "evaluation.interval": 3, "grpo.async_weight_update": "false"}),
     "evaluations beside": Case({**EVALUATED, "evaluation.interval": 3}),
     "lost server": Case({"training.steps": 24}, num_servers=2, disturb=lose_and_restart),
     "streamed parts": Case({"rollout.stream": "true"}),
-    "minibatches": Case({"grpo.num_minibatches": 4}, num_ranks=2),
+    "minibatches": Case({"grpo.num_minibatches": 4, **QUICK}, num_ranks=2),
     "checkpoints": Case({"checkpoint.enable": "true", "checkpoint.interval": 3}),
 }  # fmt: skip
 

@@ -60,7 +60,10 @@ def test_values_are_those_of_the_run_and_lists_are_left_out():
     waits.add(step({"judge": 2.0, "slow_server": 1.0}, forward=1.0))
     judge, slow = waits.causes()
     assert judge["text"].endswith("raise reward.judge.max_concurrent (now 5).")
-    assert slow["text"].endswith("leave it out inference.urls.") and slow["setting"] == "inference.urls"
+    assert (
+        slow["text"].endswith("leave it out inference.urls.")
+        and slow["setting"] == "inference.urls"
+    )
 
 
 def test_causes_come_by_their_time_and_those_below_a_percent_are_left_out():
@@ -76,7 +79,10 @@ def test_causes_come_by_their_time_and_those_below_a_percent_are_left_out():
 
 def test_waits_for_rollouts_that_nothing_explains_are_messages():
     waits = waits_of(step({"generation": 1.0}, forward=5.0) | {"wall/rollouts_seconds": 4.0})
-    assert [(c["cause"], c["seconds"]) for c in waits.causes()] == [("rollouts", 3.0), ("generation", 1.0)]
+    assert [(c["cause"], c["seconds"]) for c in waits.causes()] == [
+        ("rollouts", 3.0),
+        ("generation", 1.0),
+    ]
     # The rollout process may have seen more than the trainer.
     waits = waits_of(step({"generation": 4.0}, forward=5.0) | {"wall/rollouts_seconds": 3.0})
     assert [c["cause"] for c in waits.causes()] == ["generation"]
@@ -131,7 +137,9 @@ def test_the_slow_server_is_named_with_its_factor():
     ("factors", "said"),
     [([1.02, 2.0, 1.04], "other ranks, none of which is slow"), ([2.0, 3.0, 1.5], "rank 3 took 2.0 times")],
 )  # fmt: skip
-def test_the_rank_that_was_slowest_most_often_is_named_if_it_is_slow(factors: list[float], said: str):
+def test_the_rank_that_was_slowest_most_often_is_named_if_it_is_slow(
+    factors: list[float], said: str
+):
     records = [
         step(forward=1.0, ranks=1.0) | {"ranks/slowest": rank, "ranks/slowest_factor": factor}
         for rank, factor in zip((3.0, 1.0, 3.0), factors, strict=True)

@@ -37,7 +37,13 @@ class Spends(nn.Module):
 
 
 def test_parts_last_from_mark_to_mark_and_the_time_between_steps_is_no_part(now, marks):
-    for part, seconds in [("forward", 1), ("backward", 2), ("forward", 4), ("", 100), ("optimizer", 8)]:
+    for part, seconds in [
+        ("forward", 1),
+        ("backward", 2),
+        ("forward", 4),
+        ("", 100),
+        ("optimizer", 8),
+    ]:
         marks.mark(part)
         now[0] += seconds
     marks.mark("")
@@ -90,7 +96,9 @@ def test_one_rank_waits_for_no_other():
 def test_two_ranks_of_unequal_work_wait_for_the_slower_one():
     times = PassTimes(Counter(forward=4.0, backward=4.0, optimizer=1.0), own=1.0)
     divided = times.divided([1.0, 3.0])
-    assert divided == pytest.approx({"forward": 8 / 3, "backward": 8 / 3, "ranks": 8 / 3, "optimizer": 1.0})
+    assert divided == pytest.approx(
+        {"forward": 8 / 3, "backward": 8 / 3, "ranks": 8 / 3, "optimizer": 1.0}
+    )
     assert sum(divided.values()) == pytest.approx(9.0)
     assert compared([1.0, 3.0]) == {"ranks/slowest": 1.0, "ranks/slowest_factor": 1.5}
     assert compared([1.0, 1.0, 1.0, 4.0]) == {"ranks/slowest": 3.0, "ranks/slowest_factor": 4.0}
@@ -106,7 +114,9 @@ def test_ranks_of_a_pipeline_also_wait_where_all_have_equal_work(now, marks):
     times = marks.take()
     assert times == PassTimes(Counter(forward=2.0, backward=2.0), own=4.0, pipeline=10.0)
     divided = times.divided([4.0, 4.0])
-    assert divided == pytest.approx({"forward": 2.0, "backward": 2.0, "ranks": 6.0, "optimizer": 0.0})
+    assert divided == pytest.approx(
+        {"forward": 2.0, "backward": 2.0, "ranks": 6.0, "optimizer": 0.0}
+    )
 
 
 def test_a_critic_beside_the_policy_adds_to_its_times(now, marks):
