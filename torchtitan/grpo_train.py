@@ -412,6 +412,7 @@ class GRPOTrainer(Trainer):
         metrics |= self.guards.metrics() | self.runner.take_metrics() | self.loan.metrics()
         if self.utilization is not None:
             metrics |= self.utilization.metrics(times["time/step_seconds"])
+        self.source.write_samples(learned.of_tokens)
         samples = self.source.samples.latest
         self.metrics_processor.log_step(self.step, metrics, samples, "; ".join(learned.spikes))
 

@@ -218,7 +218,7 @@ class RolloutController(StepSource):
                 "open": list(batch.progress.open),
             }
         )
-        self.samples.write(version + 1, groups, self._planner.advantages)
+        self._hold_samples(version + 1)
         if self._recorder is not None:
             self._recorder.write(version, batch.progress, groups)
         return replace(step, metrics=batch.metrics | step.metrics)

@@ -11,7 +11,7 @@ each rank fetches its rollouts from the rollout process.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from enum import IntEnum
 
 import msgspec
@@ -31,6 +31,7 @@ _INT_FIELDS = (
     "tokens", "positions", "reach", "sequence_ids", "labels", "loss_mask", "sample_ids",
 )  # fmt: skip
 _FLOAT_FIELDS = ("generator_logprobs", "loss_weights", "ptx_weights")
+NUM_LOGGED_VALUES = 2  # of a token: `training/trainee.py`
 
 
 class RankZeroFailed(RuntimeError):
@@ -67,6 +68,7 @@ class BatchFacts:
         publish_slot: Snapshot slot that the weights after the batch are copied into.
         progress: Progress through the prompts, this batch included. Every rank keeps it for
             checkpoints, because any rank's copy may be the one that is written.
+        logged_groups, num_logged: As in :class:`StepPlan`.
     """
 
     minibatch_tokens: list[int]
@@ -76,6 +78,8 @@ class BatchFacts:
     part: BatchPart
     publish_slot: int
     progress: PromptProgress
+    logged_groups: int = 0
+    num_logged: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,6 +186,8 @@ class Feed:
             part=part,
             publish_slot=publish_slot,
             progress=progress,
+            logged_groups=plan.logged_groups,
+            num_logged=plan.num_logged,
             columns=plan.column_shapes if address is None else {},
             address=address,
             packing_lists=[] if address is None else _packing_lists(plan),
@@ -207,6 +213,25 @@ class Feed:
         """Sums a CPU tensor over all ranks, in place."""
         dist.all_reduce(values, group=self.group)
         return values
+
+    def join_logged(
+        self, parts: Sequence[tuple[TrainBatch, torch.Tensor | None]]
+    ) -> np.ndarray | None:
+        """Joins the values [k, tokens] that ranks have kept of the logged tokens of a batch's parts.
+
+        A rank that is not counted passes None. Returns None if nothing is logged. Collective.
+        """
+        rank, joined = self.batch_rank_of[self.rank], []
+        for part, own in parts:
+            numbers = part.num_logged
+            whole = torch.zeros(NUM_LOGGED_VALUES, sum(numbers))
+            if own is not None:
+                begin = sum(numbers[:rank])
+                whole[:, begin : begin + numbers[rank]] = own
+            joined.append(whole)
+        if not any(whole.numel() for whole in joined):
+            return None
+        return self.all_reduce_sum(torch.cat(joined, dim=1)).numpy()
 
     def all_reduce_metrics(
         self, totals: MetricTotals, grad_norm: torch.Tensor | None = None

@@ -4,7 +4,7 @@
 """Plans the steps of a run from live or replayed rollouts, with the run's settings."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -66,6 +66,24 @@ class StepPlanner:
             for group_id, values in _advantages_of(groups, plan, config).items()
         }
 
+    @property
+    def trained(self) -> set[tuple[int, int]]:
+        """The rollouts of the current batch that are trained, as ``group_id`` and place in the group."""
+        return {
+            member
+            for groups, plan in self._parts
+            for member in _members(groups, [sequence.source for sequence in plan.sequences])
+        }
+
+    def by_rollout(self, values: np.ndarray) -> dict[tuple[int, int], np.ndarray]:
+        """Divides what ranks tell of the current batch's logged tokens among rollouts, as in ``trained``."""
+        found: dict[tuple[int, int], np.ndarray] = {}
+        for groups, plan in self._parts:
+            own, values = np.split(values, [sum(plan.num_logged)], axis=1)
+            by_source = plan.by_source(own)
+            found |= zip(_members(groups, by_source), by_source.values(), strict=True)
+        return found
+
     def plan(
         self,
         groups: Sequence[RolloutGroup],
@@ -105,7 +123,7 @@ class StepPlanner:
         ptx: Sequence[Sample],
     ) -> StepPlan:
         config = self._config
-        return plan_step(
+        plan = plan_step(
             groups,
             config.grpo,
             num_ranks=num_ranks,
@@ -119,6 +137,7 @@ class StepPlanner:
             shares_contexts=config.prompts.share_contexts,
             knows_tokens=config.prompts.single_rank_load,
         )
+        return replace(plan, logged_groups=config.observe.samples_per_step)
 
 
 def batch_metrics(
@@ -190,6 +209,11 @@ def _row_bucket(config: JobConfig, model: HFModel) -> int:
         or attention == "flex"
     )
     return int(is_fixed)
+
+
+def _members(groups: Sequence[RolloutGroup], sources: Iterable[int]) -> list[tuple[int, int]]:
+    members = [(group.group_id, i) for group in groups for i in range(len(group.rollouts))]
+    return [members[source] for source in sources if source >= 0]
 
 
 def _advantages_of(

@@ -96,7 +96,7 @@ class ReplaySource(StepSource):
             return step
         groups = self._planner.groups
         self.progress = self._batch.progress
-        self.samples.write(version + 1, groups, self._planner.advantages)
+        self._hold_samples(version + 1)
         return replace(step, metrics=group_metrics(groups) | step.metrics)
 
     def _seek(self, index: int) -> BatchRecord | None:

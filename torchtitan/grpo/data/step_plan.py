@@ -50,6 +50,14 @@ class SampleTable:
         """Whether the rewards within each group are equal."""
         return num_equal_groups(self.rewards, self.group_ids) == len(np.unique(self.group_ids))
 
+    def are_logged(self, num_groups: int) -> np.ndarray:
+        """Returns for each sample whether it is of the first groups, and False behind them for NO_SAMPLE.
+
+        These are at least those of ``samples.jsonl``, whose groups are the first ones of the whole batch.
+        """
+        first = np.unique(self.group_ids)[:num_groups]
+        return np.append(np.isin(self.group_ids, first), False)
+
     def take(self, chosen: np.ndarray) -> "SampleTable":
         return SampleTable(
             self.rewards[chosen], self.group_ids[chosen], self.completion_lengths[chosen]
@@ -73,6 +81,7 @@ class StepPlan:
             without padding. Each sequence counts the context that it shares.
         metrics: ``data/max_over_mean_cost``, among others, is the cost of the costliest rank
             relative to the mean; minibatches are weighted by cost.
+        logged_groups: Of so many groups, ranks tell rank 0 what they compute for each token.
     """
 
     sequences: Sequence[Sample]
@@ -84,6 +93,7 @@ class StepPlan:
     num_trained_tokens: int
     num_tokens: int
     metrics: dict[str, float]
+    logged_groups: int = 0
 
     @functools.cached_property
     def rows_of_rank(self) -> list[TrainRows]:
@@ -104,6 +114,41 @@ class StepPlan:
     def num_computed(self) -> int:
         """Number of tokens that the model computes. Unlike in ``num_tokens``, shared tokens count once."""
         return sum(num_computed(row) for rows in self.spans for row in rows)
+
+    @functools.cached_property
+    def num_logged(self) -> list[int]:
+        """For each data-parallel rank, the trained tokens of which it tells rank 0 more."""
+        return [sum(sequence.num_trained for sequence in rows) for rows in self._logged]
+
+    @property
+    def _logged(self) -> list[list[Sample]]:
+        """For each data-parallel rank the sequences of logged groups, in the order of its rows."""
+        if not self.logged_groups:
+            return [[] for _ in self.layout]
+        are_logged, found = self.samples.are_logged(self.logged_groups), []
+        for rows, spans in zip(self.layout, self.spans, strict=True):
+            pairs = zip(rows, spans, strict=True)
+            ends = [(row[s.sequence]) for row, own in pairs for s in own if not s.is_context]
+            ends = [self.sequences[index] for index in ends]
+            found.append([sequence for sequence in ends if are_logged[sequence.sample_id]])
+        return found
+
+    def by_source(self, values: np.ndarray) -> dict[int, np.ndarray]:
+        """Divides values of logged tokens, [k, tokens] of all ranks one after another, among rollouts.
+
+        Returns [k, trained tokens] by ``Sample.source``.
+        """
+        parts: dict[tuple[int, int], np.ndarray] = {}
+        for sequence in (sequence for rows in self._logged for sequence in rows):
+            key = sequence.source, sequence.part
+            parts[key], values = np.split(values, [sequence.num_trained], axis=1)
+        sources = {source for source, _ in parts}
+        return {
+            source: np.concatenate(
+                [parts[key] for key in sorted(parts) if key[0] == source], axis=1
+            )
+            for source in sources
+        }
 
     @property
     def num_minibatches(self) -> int:

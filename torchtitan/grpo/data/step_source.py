@@ -5,7 +5,9 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.data.feed import FetchAddress
@@ -51,6 +53,7 @@ class StepSource(ABC):
         self.on_arrival: Callable[[], None] = lambda: None
         self._planner = StepPlanner(config, model)
         self.samples: SampleLog = open_sample_log(config, model, start_version)
+        self._held: tuple[Any, ...] | None = None
 
     @abstractmethod
     def start(self) -> None:
@@ -62,6 +65,17 @@ class StepSource(ABC):
 
         Returns None if the run is asked to stop or no batches are left.
         """
+
+    def _hold_samples(self, step: int) -> None:
+        """Keeps the samples of the planned batch until its step has been taken."""
+        planner = self._planner
+        self._held = step, planner.groups, planner.advantages, planner.trained
+
+    def write_samples(self, values: np.ndarray | None = None) -> None:
+        """Writes the samples of the last batch, with ``StepResult.of_tokens`` if the step has been taken."""
+        if self._held is not None:
+            held, self._held = self._held, None
+            self.samples.write(*held, {} if values is None else self._planner.by_rollout(values))
 
     def fetch_address(self, version: int) -> FetchAddress | None:
         """Returns where ranks fetch the batch of ``version``, or None if rank 0 sends rows."""
@@ -106,4 +120,5 @@ class StepSource(ABC):
 
     def close(self) -> None:
         """Ends child processes and closes files; harmless if nothing was started."""
+        self.write_samples()
         self.samples.close()

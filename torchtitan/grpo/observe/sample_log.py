@@ -4,7 +4,8 @@
 """Writes some groups of rollouts of each step as the model saw them."""
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,9 @@ _INDENT = "    "
 Advantages = Mapping[int, Sequence[float | None]]
 """For each ``group_id`` the advantage of each rollout; None where it is not known."""
 
+Member = tuple[int, int]
+"""A rollout: the ``group_id``, and the place in the group."""
+
 
 class SampleLog:
     """Writes a few groups of each step to ``samples.jsonl``, and keeps the ``latest`` records."""
@@ -30,13 +34,27 @@ class SampleLog:
         self._codec = codec
         self.latest: list[dict[str, Any]] = []
 
-    def write(self, step: int, groups: Iterable[RolloutGroup], advantages: Advantages) -> None:
-        """Writes all rollouts of the first groups, including those that were left out of training."""
-        self.latest = [
-            {"step": step, "number": number} | self._record(group, i, advantages)
-            for number, group in enumerate(list(groups)[: self._per_step], 1)
-            for i in range(len(group.rollouts) + len(group.left_out))
-        ]
+    def write(
+        self,
+        step: int,
+        groups: Iterable[RolloutGroup],
+        advantages: Advantages,
+        trained: Collection[Member] = (),
+        of_tokens: Mapping[Member, np.ndarray] | None = None,
+    ) -> None:
+        """Writes all rollouts of the first groups, including those that were left out of training.
+
+        ``of_tokens`` has for trained rollouts [2, trained tokens]: the logarithm of the trainer's over the
+        server's probability, and the advantage.
+        """
+        self.latest = []
+        for number, group in enumerate(list(groups)[: self._per_step], 1):
+            for i, rollout in enumerate((*group.rollouts, *group.left_out)):
+                record = self._record(group, i, advantages)
+                member, advantage = (group.group_id, i), record["advantage"]
+                values = (of_tokens or {}).get(member)
+                tokens = self._tokens(rollout, member in trained, advantage, values)
+                self.latest.append({"step": step, "number": number} | record | {"tokens": tokens})
         for record in self.latest:
             self._log.add(record)
 
@@ -67,6 +85,42 @@ class SampleLog:
             "logged": rollout.logged,
             "context": turns(rollout, self._codec),
         }
+
+    def _tokens(
+        self,
+        rollout: Rollout,
+        is_trained: bool,
+        advantage: float | None,
+        values: np.ndarray | None,
+    ) -> dict[str, list[Any]]:
+        """Returns lists with an entry for each token behind the first prompt; null where not known."""
+        assert self._codec is not None, "no sample is written without a tokenizer"
+        ids = rollout.token_ids.tolist()
+        sampled = np.ones(len(ids), np.bool_) if rollout.sampled is None else rollout.sampled
+        trained = sampled & is_trained
+        found: dict[str, list[Any]] = {
+            "text": self._codec.pieces(ids),
+            "logprob": _numbers(np.asarray(rollout.logprobs)[sampled], sampled),
+            "trained": trained.astype(int).tolist(),
+        }
+        log_ratios, advantages = (None, None) if values is None else values
+        if log_ratios is not None and np.isfinite(log_ratios).any():
+            with np.errstate(over="ignore"):
+                found["ratio"] = _numbers(np.exp(log_ratios), trained)
+        # Ranks know none if the policy did not learn in this step.
+        elif advantage is not None:
+            advantages = np.full(np.count_nonzero(trained), advantage)
+        if advantages is not None and np.isfinite(advantages).any():
+            found["advantage"] = _numbers(advantages, trained)
+        return found
+
+
+def _numbers(values: np.ndarray, where: np.ndarray) -> list[float | None]:
+    """Returns rounded numbers: the values at the tokens ``where``, and null elsewhere."""
+    whole = np.full(len(where), np.nan)
+    whole[where] = values
+    rounded = np.round(whole, 4).tolist()
+    return [number if math.isfinite(number) else None for number in rounded]
 
 
 def turns(rollout: Rollout, codec: TextCodec) -> list[dict[str, Any]]:

@@ -94,8 +94,9 @@ def unpack(packed: Packed, kind: type[_Value]) -> _Value:
 def pack_without_arrays(groups: Sequence[RolloutGroup], num_samples: int) -> Packed:
     """Packs groups for rank 0, which plans the batch and logs the first ``num_samples`` groups.
 
-    Only two kinds of arrays are included: boolean masks, and the token ids of the groups to log.
+    Only two kinds of arrays are included: boolean masks, and the token ids and logprobs of the groups to log.
     """
     logged = [r for group in groups[:num_samples] for r in (*group.rollouts, *group.left_out)]
-    kept: Collection[int] = {id(a) for r in logged for a in (r.prompt_ids, r.token_ids)}
+    arrays = (array for r in logged for array in (r.prompt_ids, r.token_ids, r.logprobs))
+    kept: Collection[int] = {id(array) for array in arrays}
     return pack(groups, lambda array: array.dtype == np.bool_ or id(array) in kept)

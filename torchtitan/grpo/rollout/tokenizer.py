@@ -3,8 +3,10 @@
 
 """Converts prompts to token IDs and completions to text, without torch."""
 
+import codecs
 import copy
 import functools
+import itertools
 import json
 import re
 from bisect import bisect_right
@@ -67,6 +69,7 @@ class TextCodec:
         self.prompt_end: str | None = None
         self.unread = set[str]()
         self._most_tokens: int | None = None
+        self._pieces = dict[int, tuple[bytes, bool]]()
         file = self._path / "tokenizer.json"
         if not file.is_file():
             raise ValueError(
@@ -346,6 +349,37 @@ class TextCodec:
             return bytes(_BYTE_OF[letter] for letter in spelled)
         return text.encode()
 
+    def pieces(self, token_ids: Sequence[int]) -> list[str]:
+        """Returns the text of each token behind other text; together they are the text of all.
+
+        A character of several tokens is the text of the last of them, and that of the others is empty.
+        """
+        parts = [self._piece(token) for token in token_ids]
+        begin = 0
+        for is_byte, run in itertools.groupby(parts, lambda part: part[1]):
+            end = begin + len(list(run))
+            if is_byte and not _is_text(b"".join(piece for piece, _ in parts[begin:end])):
+                # Tokenizers with byte fallback replace each byte of a run that is not valid.
+                parts[begin:end] = [("\ufffd".encode(), True)] * (end - begin)
+            begin = end
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        texts = [decoder.decode(piece) for piece, _ in parts]
+        if texts:
+            texts[-1] += decoder.decode(b"", final=True)
+        return texts
+
+    def _piece(self, token: int) -> tuple[bytes, bool]:
+        """The bytes of a token behind another one, and whether the token stands for a single byte."""
+        if token not in self._pieces:
+            is_byte = _BYTE.fullmatch(self.token_text(token) or "") is not None
+            # Alone, a token may lose the blank with which it begins.
+            before = max(self.vocabulary().values(), default=0)
+            text, start = self.decode_exactly([before, token]), self.decode_exactly([before])
+            is_whole = "\ufffd" not in text and text.startswith(start)
+            piece = text[len(start) :].encode() if is_whole else self.token_bytes(token)
+            self._pieces[token] = piece, is_byte
+        return self._pieces[token]
+
     def excerpt(self, token_ids: Sequence[int]) -> str:
         """Returns the text of tokens as a Python literal; the middle of a long text is left out."""
         text = repr(self.decode_exactly(token_ids))
@@ -354,3 +388,11 @@ class TextCodec:
     def decode_exactly(self, token_ids: Sequence[int]) -> str:
         """Returns the text of tokens with all special tokens, as the model reads them."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
+
+
+def _is_text(content: bytes) -> bool:
+    try:
+        content.decode()
+    except UnicodeDecodeError:
+        return False
+    return True

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+import torch
 
 from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.data.feed import Feed, TrainBatch
@@ -23,7 +24,7 @@ from torchtitan.grpo.training.ranks import RankRole
 from torchtitan.grpo.training.reference import base_reference
 from torchtitan.grpo.training.runner import ForwardJob, ModelRunner, TrainJob
 from torchtitan.grpo.training.scoring import MinibatchLoss, Scorer
-from torchtitan.grpo.training.trainee import Minibatch, Trainee
+from torchtitan.grpo.training.trainee import LoggedTokens, Minibatch, Trainee
 
 
 class GradientParts:
@@ -77,11 +78,14 @@ class StepResult:
 
     If the batch came in parts, ``batch`` is the last one, with the token counts of all. ``spikes`` has a
     text for each spike of the gradient norm, which names the parameter with the largest gradient.
+    ``of_tokens`` [2, tokens] has, for the logged tokens of all ranks and parts, the logarithm of the trainer's
+    over the server's probability before the update, and the advantage; None without logged tokens.
     """
 
     batch: TrainBatch
     of_trainees: dict[str, float]
     spikes: list[str]
+    of_tokens: np.ndarray | None = None
 
     def metrics(self, step_seconds: float) -> dict[str, float]:
         return self.of_trainees | {
@@ -99,7 +103,8 @@ class Policy(Trainee):
     first_step: int = 1
 
     def loss(self, minibatch: Minibatch, scale: float) -> MinibatchLoss:
-        return MinibatchLoss(minibatch.scored(), self.scorer.config, scale, self.scorer.teacher)
+        config, teacher = self.scorer.config, self.scorer.teacher
+        return MinibatchLoss(minibatch.scored(), config, scale, teacher, minibatch.logged)
 
     def metrics(self) -> dict[str, float]:
         found = super().metrics() | {"lr": self.learning_rate}
@@ -125,6 +130,7 @@ class Learner:
     marks: PassMarks
     _times: PassTimes = field(default_factory=PassTimes)
     _spikes: list[str] = field(default_factory=list)
+    _logged: list[tuple[TrainBatch, list[LoggedTokens | None]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.scorer.feed.own_seconds = self._measure
@@ -154,6 +160,8 @@ class Learner:
                     continue
                 if not self._update(minibatches, index, step):
                     return None
+            # Only the first epoch begins with the policy before the update.
+            minibatches = [replace(minibatch, logged=None) for minibatch in minibatches]
         return self._end_batch(batch)
 
     def learn_in_parts(
@@ -200,7 +208,7 @@ class Learner:
         return times.own
 
     def _begin_batch(self) -> None:
-        self._spikes = []
+        self._spikes, self._logged = [], []
         self.marks.forget()
         for trainee in self.trainees:
             trainee.begin_batch()
@@ -208,9 +216,15 @@ class Learner:
     def _end_batch(self, batch: TrainBatch) -> StepResult:
         self.policy.runner.end_step(self.scorer.feed)
         metrics = (trainee.metrics() for trainee in self.trainees)
-        return StepResult(
-            batch, {k: v for found in metrics for k, v in found.items()}, self._spikes
-        )
+        of_trainees = {k: v for found in metrics for k, v in found.items()}
+        return StepResult(batch, of_trainees, self._spikes, self._of_tokens())
+
+    def _of_tokens(self) -> np.ndarray | None:
+        parts = []
+        for part, of_minibatches in self._logged:
+            own = [logged.values() for logged in of_minibatches if logged is not None]
+            parts.append((part, torch.cat(own, dim=1) if own else None))
+        return self.scorer.feed.join_logged(parts)
 
     def _finish_parts(self, gradient: GradientParts, step: int) -> StepResult | None:
         if not gradient.is_empty:
@@ -224,7 +238,10 @@ class Learner:
 
     def _score(self, batch: TrainBatch, step: int) -> list[Minibatch]:
         self.enter("forward and backward")
-        return self.scorer.score(batch, is_critic_alone=not self.policy.learns(step))
+        minibatches = self.scorer.score(batch, is_critic_alone=not self.policy.learns(step))
+        if any(batch.num_logged):
+            self._logged.append((batch, [minibatch.logged for minibatch in minibatches]))
+        return minibatches
 
     def _are_rewards_refused(self, step: int, tables: Sequence[SampleTable]) -> bool:
         are_equal = all(samples.are_rewards_equal for samples in tables)

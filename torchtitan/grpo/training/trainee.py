@@ -5,12 +5,12 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn as nn
 
-from torchtitan.grpo.data.feed import Feed
+from torchtitan.grpo.data.feed import NUM_LOGGED_VALUES, Feed
 from torchtitan.grpo.data.rows import TrainRows
 from torchtitan.grpo.losses.loss_metrics import Metric, MetricTotals, Reduction
 from torchtitan.grpo.training.gradient_norm import GradientClipper
@@ -49,18 +49,43 @@ class ValueTargets:
 
 
 @dataclass(frozen=True)
+class LoggedTokens:
+    """Keeps, on the host, values of the tokens of a minibatch that ``samples.jsonl`` has.
+
+    ``mask``, [rows, seq] bool in host memory, is True at these tokens.
+    """
+
+    mask: torch.Tensor
+    _kept: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def keep(self, which: slice, log_ratios: torch.Tensor, advantages: torch.Tensor) -> None:
+        """Keeps values of the rows ``which``. They are there when the host has next waited for the device."""
+        if self.mask[which].any():
+            values = torch.stack([log_ratios, advantages]).detach()
+            self._kept[which.start] = values.to("cpu", non_blocking=True)
+
+    def values(self) -> torch.Tensor:
+        """Returns [2, tokens] float32 in the order of the rows, NaN where nothing was computed."""
+        found = torch.full((NUM_LOGGED_VALUES, *self.mask.shape), torch.nan)
+        for begin, kept in self._kept.items():
+            found[:, begin : begin + kept.shape[1]] = kept
+        return found[:, self.mask]
+
+
+@dataclass(frozen=True)
 class Minibatch:
     """Rows of one minibatch, and the forward passes that must precede its optimizer step.
 
     ``old`` is the pass of the policy as it is before the batch's first optimizer step, and must end
     before that step; None if the current policy is used instead. ``ref`` is None without a reference,
-    and ``values``, the targets of a critic, is None without a critic.
+    and ``values``, the targets of a critic, is None without a critic. ``logged`` is None if nothing is kept.
     """
 
     rows: TrainRows
     old: ForwardJob | None
     ref: ForwardJob | None
     values: ValueTargets | None = None
+    logged: LoggedTokens | None = None
 
     def scored(self) -> ScoredRows:
         """Finishes the passes ``old`` and ``ref``. Collective."""
