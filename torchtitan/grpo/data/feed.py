@@ -31,7 +31,6 @@ _INT_FIELDS = (
     "tokens", "positions", "reach", "sequence_ids", "labels", "loss_mask", "sample_ids",
 )  # fmt: skip
 _FLOAT_FIELDS = ("generator_logprobs", "loss_weights", "ptx_weights")
-NUM_LOGGED_VALUES = 2  # of a token: `training/trainee.py`
 
 
 class RankZeroFailed(RuntimeError):
@@ -217,21 +216,17 @@ class Feed:
     def join_logged(
         self, parts: Sequence[tuple[TrainBatch, torch.Tensor | None]]
     ) -> np.ndarray | None:
-        """Joins the values [k, tokens] that ranks have kept of the logged tokens of a batch's parts.
+        """Joins the values [2, tokens] of the logged tokens in each part of a batch, in the order of ranks.
 
-        A rank that is not counted passes None. Returns None if nothing is logged. Collective.
+        A rank that is not counted passes None. Returns None without ``parts``. Collective.
         """
-        rank, joined = self.batch_rank_of[self.rank], []
+        joined: list[torch.Tensor] = []
         for part, own in parts:
-            numbers = part.num_logged
-            whole = torch.zeros(NUM_LOGGED_VALUES, sum(numbers))
+            of_ranks = list(torch.zeros(2, sum(part.num_logged)).split(part.num_logged, dim=1))
             if own is not None:
-                begin = sum(numbers[:rank])
-                whole[:, begin : begin + numbers[rank]] = own
-            joined.append(whole)
-        if not any(whole.numel() for whole in joined):
-            return None
-        return self.all_reduce_sum(torch.cat(joined, dim=1)).numpy()
+                of_ranks[self.batch_rank_of[self.rank]] = own
+            joined += of_ranks
+        return self.all_reduce_sum(torch.cat(joined, dim=1)).numpy() if joined else None
 
     def all_reduce_metrics(
         self, totals: MetricTotals, grad_norm: torch.Tensor | None = None

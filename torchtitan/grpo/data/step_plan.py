@@ -81,7 +81,7 @@ class StepPlan:
             without padding. Each sequence counts the context that it shares.
         metrics: ``data/max_over_mean_cost``, among others, is the cost of the costliest rank
             relative to the mean; minibatches are weighted by cost.
-        logged_groups: Of so many groups, ranks tell rank 0 what they compute for each token.
+        logged_groups: Of so many groups, ranks tell rank 0 what they compute for each trained token.
     """
 
     sequences: Sequence[Sample]
@@ -117,38 +117,34 @@ class StepPlan:
 
     @functools.cached_property
     def num_logged(self) -> list[int]:
-        """For each data-parallel rank, the trained tokens of which it tells rank 0 more."""
-        return [sum(sequence.num_trained for sequence in rows) for rows in self._logged]
+        """For each data-parallel rank the number of trained tokens in ``logged``."""
+        return [sum(sequence.num_trained for sequence in rank) for rank in self.logged]
 
     @property
-    def _logged(self) -> list[list[Sample]]:
-        """For each data-parallel rank the sequences of logged groups, in the order of its rows."""
-        if not self.logged_groups:
-            return [[] for _ in self.layout]
-        are_logged, found = self.samples.are_logged(self.logged_groups), []
-        for rows, spans in zip(self.layout, self.spans, strict=True):
-            pairs = zip(rows, spans, strict=True)
-            ends = [(row[s.sequence]) for row, own in pairs for s in own if not s.is_context]
-            ends = [self.sequences[index] for index in ends]
-            found.append([sequence for sequence in ends if are_logged[sequence.sample_id]])
-        return found
+    def logged(self) -> list[list[Sample]]:
+        """For each data-parallel rank its sequences of logged groups, in the order of its rows."""
+        are_logged = self.samples.are_logged(self.logged_groups)
+        of_ranks = [
+            [
+                self.sequences[row[span.sequence]]
+                for row, spans in zip(rows, of_rows, strict=True)
+                for span in spans
+                if not span.is_context
+            ]
+            for rows, of_rows in zip(self.layout, self.spans, strict=True)
+        ]
+        return [[one for one in rank if are_logged[one.sample_id]] for rank in of_ranks]
 
     def by_source(self, values: np.ndarray) -> dict[int, np.ndarray]:
-        """Divides values of logged tokens, [k, tokens] of all ranks one after another, among rollouts.
-
-        Returns [k, trained tokens] by ``Sample.source``.
-        """
+        """Divides values [2, tokens] of logged tokens of all ranks among rollouts, by ``Sample.source``."""
         parts: dict[tuple[int, int], np.ndarray] = {}
-        for sequence in (sequence for rows in self._logged for sequence in rows):
-            key = sequence.source, sequence.part
-            parts[key], values = np.split(values, [sequence.num_trained], axis=1)
-        sources = {source for source, _ in parts}
-        return {
-            source: np.concatenate(
-                [parts[key] for key in sorted(parts) if key[0] == source], axis=1
-            )
-            for source in sources
-        }
+        for one in (one for rank in self.logged for one in rank):
+            parts[one.source, one.part], values = np.split(values, [one.num_trained], axis=1)
+        found: dict[int, np.ndarray] = {}
+        for source, part in sorted(parts):
+            former = found.get(source, np.empty((2, 0)))
+            found[source] = np.concatenate([former, parts[source, part]], axis=1)
+        return found
 
     @property
     def num_minibatches(self) -> int:

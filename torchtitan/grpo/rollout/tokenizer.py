@@ -354,30 +354,25 @@ class TextCodec:
 
         A character of several tokens is the text of the last of them, and that of the others is empty.
         """
-        parts = [self._piece(token) for token in token_ids]
-        begin = 0
-        for is_byte, run in itertools.groupby(parts, lambda part: part[1]):
-            end = begin + len(list(run))
-            if is_byte and not _is_text(b"".join(piece for piece, _ in parts[begin:end])):
+        found = list[bytes]()
+        for is_byte, run in itertools.groupby(map(self._piece, token_ids), lambda piece: piece[1]):
+            parts = [part for part, _ in run]
+            if is_byte and "\ufffd" in b"".join(parts).decode(errors="replace"):
                 # Tokenizers with byte fallback replace each byte of a run that is not valid.
-                parts[begin:end] = [("\ufffd".encode(), True)] * (end - begin)
-            begin = end
+                parts = ["\ufffd".encode()] * len(parts)
+            found += parts
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        texts = [decoder.decode(piece) for piece, _ in parts]
-        if texts:
-            texts[-1] += decoder.decode(b"", final=True)
-        return texts
+        # The end belongs to the last token.
+        return [decoder.decode(part, i == len(found)) for i, part in enumerate(found, 1)]
 
     def _piece(self, token: int) -> tuple[bytes, bool]:
-        """The bytes of a token behind another one, and whether the token stands for a single byte."""
+        """The bytes of a token behind another one, and whether it stands for one byte by its number."""
         if token not in self._pieces:
-            is_byte = _BYTE.fullmatch(self.token_text(token) or "") is not None
             # Alone, a token may lose the blank with which it begins.
-            before = max(self.vocabulary().values(), default=0)
-            text, start = self.decode_exactly([before, token]), self.decode_exactly([before])
-            is_whole = "\ufffd" not in text and text.startswith(start)
-            piece = text[len(start) :].encode() if is_whole else self.token_bytes(token)
-            self._pieces[token] = piece, is_byte
+            once, twice = (self.decode_exactly([token] * number) for number in (1, 2))
+            is_whole = "\ufffd" not in twice and twice.startswith(once)
+            piece = twice[len(once) :].encode() if is_whole else self.token_bytes(token)
+            self._pieces[token] = piece, bool(_BYTE.fullmatch(self.token_text(token) or ""))
         return self._pieces[token]
 
     def excerpt(self, token_ids: Sequence[int]) -> str:
@@ -388,11 +383,3 @@ class TextCodec:
     def decode_exactly(self, token_ids: Sequence[int]) -> str:
         """Returns the text of tokens with all special tokens, as the model reads them."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
-
-
-def _is_text(content: bytes) -> bool:
-    try:
-        content.decode()
-    except UnicodeDecodeError:
-        return False
-    return True

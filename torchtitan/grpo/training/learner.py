@@ -78,8 +78,7 @@ class StepResult:
 
     If the batch came in parts, ``batch`` is the last one, with the token counts of all. ``spikes`` has a
     text for each spike of the gradient norm, which names the parameter with the largest gradient.
-    ``of_tokens`` [2, tokens] has, for the logged tokens of all ranks and parts, the logarithm of the trainer's
-    over the server's probability before the update, and the advantage; None without logged tokens.
+    ``of_tokens`` [2, tokens] are the values that all ranks kept of logged tokens; None without any.
     """
 
     batch: TrainBatch
@@ -103,8 +102,7 @@ class Policy(Trainee):
     first_step: int = 1
 
     def loss(self, minibatch: Minibatch, scale: float) -> MinibatchLoss:
-        config, teacher = self.scorer.config, self.scorer.teacher
-        return MinibatchLoss(minibatch.scored(), config, scale, teacher, minibatch.logged)
+        return MinibatchLoss(minibatch.scored(), self.scorer.config, scale, self.scorer.teacher)
 
     def metrics(self) -> dict[str, float]:
         found = super().metrics() | {"lr": self.learning_rate}
@@ -130,7 +128,7 @@ class Learner:
     marks: PassMarks
     _times: PassTimes = field(default_factory=PassTimes)
     _spikes: list[str] = field(default_factory=list)
-    _logged: list[tuple[TrainBatch, list[LoggedTokens | None]]] = field(default_factory=list)
+    _logged: list[tuple[TrainBatch, list[LoggedTokens]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.scorer.feed.own_seconds = self._measure
@@ -220,10 +218,10 @@ class Learner:
         return StepResult(batch, of_trainees, self._spikes, self._of_tokens())
 
     def _of_tokens(self) -> np.ndarray | None:
-        parts = []
-        for part, of_minibatches in self._logged:
-            own = [logged.values() for logged in of_minibatches if logged is not None]
-            parts.append((part, torch.cat(own, dim=1) if own else None))
+        is_counted, parts = self.scorer.is_counted, []
+        for part, logged in self._logged:
+            own = torch.cat([one.values() for one in logged], dim=1) if is_counted else None
+            parts.append((part, own))
         return self.scorer.feed.join_logged(parts)
 
     def _finish_parts(self, gradient: GradientParts, step: int) -> StepResult | None:
@@ -240,7 +238,11 @@ class Learner:
         self.enter("forward and backward")
         minibatches = self.scorer.score(batch, is_critic_alone=not self.policy.learns(step))
         if any(batch.num_logged):
-            self._logged.append((batch, [minibatch.logged for minibatch in minibatches]))
+            of_samples = torch.from_numpy(batch.samples.are_logged(batch.logged_groups))
+            masks = [rows.loss_mask & of_samples[rows.sample_ids] for rows in batch.minibatches]
+            self._logged.append((batch, [LoggedTokens(mask) for mask in masks]))
+            pairs = zip(minibatches, self._logged[-1][1], strict=True)
+            minibatches = [replace(minibatch, logged=logged) for minibatch, logged in pairs]
         return minibatches
 
     def _are_rewards_refused(self, step: int, tables: Sequence[SampleTable]) -> bool:

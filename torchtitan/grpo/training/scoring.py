@@ -33,13 +33,7 @@ from torchtitan.grpo.losses.objective import LossInputs, objective
 from torchtitan.grpo.training.critic import NUM_MOMENTS, Critic, estimate
 from torchtitan.grpo.training.reference import BaseReference, Reference
 from torchtitan.grpo.training.runner import ForwardJob, ForwardRunner, ModelRunner
-from torchtitan.grpo.training.trainee import (
-    LoggedTokens,
-    Minibatch,
-    ScoredRows,
-    TraineeLoss,
-    ValueTargets,
-)
+from torchtitan.grpo.training.trainee import Minibatch, ScoredRows, TraineeLoss, ValueTargets
 from torchtitan.grpo.types import NO_TOKEN
 
 
@@ -47,15 +41,10 @@ class MinibatchLoss(TraineeLoss):
     """The policy's loss; ``teacher`` is set if a teacher may have rated rollouts."""
 
     def __init__(
-        self,
-        scored: ScoredRows,
-        config: GRPO,
-        scale: float = 1.0,
-        teacher: Teacher | None = None,
-        logged: LoggedTokens | None = None,
+        self, scored: ScoredRows, config: GRPO, scale: float = 1.0, teacher: Teacher | None = None
     ) -> None:
         super().__init__(scale)
-        self.scored, self.config, self.teacher, self.logged = scored, config, teacher, logged
+        self.scored, self.config, self.teacher = scored, config, teacher
 
     def compute(
         self, output: torch.Tensor, which: slice
@@ -83,9 +72,9 @@ class MinibatchLoss(TraineeLoss):
             teacher_top=top,
             columns=rows.columns,
         )
-        if self.logged is not None:
+        if self.scored.logged is not None:
             log_ratios = inputs.old_logprobs - inputs.generator_logprobs
-            self.logged.keep(which, log_ratios, inputs.advantages)
+            self.scored.logged.keep(which, torch.stack([log_ratios, inputs.advantages]))
         return objective(inputs, self.config, self.teacher)
 
 
@@ -155,18 +144,10 @@ class Scorer:
                 minibatches = [rows.with_advantages(advantages) for rows in minibatches]
             else:
                 minibatches = self._taught(minibatches, batch.samples, advantages, self.teacher)
-        logged = self._logged(batch)
+        whole = zip(minibatches, old, ref, targets, strict=True)
         return [
-            Minibatch(*of_one)
-            for of_one in zip(minibatches, old, ref, targets, logged, strict=True)
+            Minibatch(rows, of_old, of_ref, of_values) for rows, of_old, of_ref, of_values in whole
         ]
-
-    def _logged(self, batch: TrainBatch) -> list[LoggedTokens | None]:
-        if not (self.is_counted and any(batch.num_logged)):
-            return [None] * len(batch.minibatches)
-        of_samples = torch.from_numpy(batch.samples.are_logged(batch.logged_groups))
-        masks = (rows.loss_mask & of_samples[rows.sample_ids] for rows in batch.minibatches)
-        return [LoggedTokens(mask) for mask in masks]
 
     def _valued(
         self,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn as nn
 
-from torchtitan.grpo.data.feed import NUM_LOGGED_VALUES, Feed
+from torchtitan.grpo.data.feed import Feed
 from torchtitan.grpo.data.rows import TrainRows
 from torchtitan.grpo.losses.loss_metrics import Metric, MetricTotals, Reduction
 from torchtitan.grpo.training.gradient_norm import GradientClipper
@@ -28,11 +28,13 @@ class ScoredRows:
             None if this is the current policy, or if this rank does not see the output.
         ref_logprobs: [rows, seq] float32, under the reference model. None without a reference model,
             or if this rank does not see the output.
+        logged: Keeps the log-ratios of trainer over server before the update, and the advantages.
     """
 
     rows: TrainRows
     old_logprobs: torch.Tensor | None
     ref_logprobs: torch.Tensor | None
+    logged: "LoggedTokens | None" = None
 
 
 @dataclass(frozen=True)
@@ -50,23 +52,22 @@ class ValueTargets:
 
 @dataclass(frozen=True)
 class LoggedTokens:
-    """Keeps, on the host, values of the tokens of a minibatch that ``samples.jsonl`` has.
-
-    ``mask``, [rows, seq] bool in host memory, is True at these tokens.
-    """
+    """Keeps values, on the host, for ``mask`` [rows, seq]: the tokens of `StepPlan.logged` in a minibatch."""
 
     mask: torch.Tensor
     _kept: dict[int, torch.Tensor] = field(default_factory=dict)
 
-    def keep(self, which: slice, log_ratios: torch.Tensor, advantages: torch.Tensor) -> None:
-        """Keeps values of the rows ``which``. They are there when the host has next waited for the device."""
+    def keep(self, which: slice, values: torch.Tensor) -> None:
+        """Keeps values [2, rows, seq] of the rows ``which``.
+
+        They have arrived when the host has next waited for the device.
+        """
         if self.mask[which].any():
-            values = torch.stack([log_ratios, advantages]).detach()
-            self._kept[which.start] = values.to("cpu", non_blocking=True)
+            self._kept[which.start] = values.detach().to("cpu", non_blocking=True)
 
     def values(self) -> torch.Tensor:
-        """Returns [2, tokens] float32 in the order of the rows, NaN where nothing was computed."""
-        found = torch.full((NUM_LOGGED_VALUES, *self.mask.shape), torch.nan)
+        """Returns [2, tokens] float32 in the order of the rows, NaN where nothing was kept."""
+        found = torch.full((2, *self.mask.shape), torch.nan)
         for begin, kept in self._kept.items():
             found[:, begin : begin + kept.shape[1]] = kept
         return found[:, self.mask]
@@ -78,7 +79,7 @@ class Minibatch:
 
     ``old`` is the pass of the policy as it is before the batch's first optimizer step, and must end
     before that step; None if the current policy is used instead. ``ref`` is None without a reference,
-    and ``values``, the targets of a critic, is None without a critic. ``logged`` is None if nothing is kept.
+    and ``values``, the targets of a critic, is None without a critic.
     """
 
     rows: TrainRows
@@ -90,7 +91,7 @@ class Minibatch:
     def scored(self) -> ScoredRows:
         """Finishes the passes ``old`` and ``ref``. Collective."""
         old, ref = (None if job is None else job.logprobs() for job in (self.old, self.ref))
-        return ScoredRows(self.rows, old, ref)
+        return ScoredRows(self.rows, old, ref, self.logged)
 
 
 class TraineeLoss(ABC):

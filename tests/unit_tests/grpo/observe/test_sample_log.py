@@ -142,6 +142,33 @@ def test_the_prompt_is_printed_if_any_completion_began_with_it(tmp_path, codec):
     assert "[prompt" not in without and without.count("[new row") == 2
 
 
+def test_each_token_has_its_values_and_null_where_it_was_not_sampled(tmp_path, codec):
+    logprobs = -np.arange(7, dtype=np.float32) / 3
+    written = rollout(codec, "3*4->", "3*4=12", sampled=[1, 1, 1, 1, 0, 0, 1])
+    written = replace(written, logprobs=logprobs)
+    whole = group(7, written, rollout(codec, "3*4->", "12"))
+    lost = replace(group(8, written), left_out=(written,))
+    values = np.array([[0.0, np.log(2), -np.log(3), np.nan, 1000.0], [1.5] * 4 + [-0.123456]])
+    log = SampleLog(tmp_path / "samples.jsonl", 2, 0, codec)
+    log.write(5, [whole, lost], {7: [None, -0.5], 8: [None]}, {(7, 0), (7, 1)}, {(7, 0): values})
+    log.close()
+    first, second, *untrained = (record["tokens"] for record in log.latest)
+    sampled = [0.0, -0.3333, -0.6667, -1.0, None, None, -2.0]
+    assert first == {
+        "text": ["3", "*", "4", "=", "1", "2", "<eos>"],
+        "logprob": sampled,
+        "trained": [1, 1, 1, 1, 0, 0, 1],
+        "ratio": [1.0, 2.0, 0.3333, None, None, None, None],
+        "advantage": [1.5, 1.5, 1.5, 1.5, None, None, -0.1235],
+    }
+    # Ranks told nothing of the second one, whose advantage rank 0 knows.
+    assert second["advantage"] == [-0.5] * 3 and "ratio" not in second
+    for tokens in untrained:
+        assert tokens["trained"] == [0] * 7 and tokens["logprob"] == sampled
+        assert tokens.keys() == {"text", "logprob", "trained"}
+    assert "nonfinite_values" not in log.latest[0]
+
+
 def test_long_columns_are_cut_and_unusual_ones_become_text():
     columns = {"test": "x" * 3000, "cases": [["y" * 3000]], "n": 3, "none": None, "odd": {1, 2}}
     brief = brief_columns(columns)

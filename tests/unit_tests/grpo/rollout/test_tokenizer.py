@@ -3,6 +3,7 @@
 
 import json
 from pathlib import Path
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
@@ -277,7 +278,32 @@ def test_the_bytes_of_tokens_are_those_of_the_text(tmp_path: Path, text: str, ki
         codec = TextCodec(str(tmp_path), [])
     found = [codec.token_bytes(token) for token in codec.encode_continuation(text)]
     assert b"".join(found) == text.encode()
+    pieces = codec.pieces(codec.encode_continuation(text))
+    assert "".join(pieces) == text
+    assert text != "\U0001f9a9 x" or pieces[:4] == ["", "", "", "\U0001f9a9"]
     assert text != "\U0001f9a9 x" or found[:4] == [bytes([byte]) for byte in (240, 159, 166, 169)]
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "byte fallback"])
+def test_pieces_of_any_tokens_are_the_whole_text(tmp_path: Path, kind: str) -> None:
+    """Bytes that are no text included, such as a model writes that has not been trained."""
+    codec = make(tmp_path, None)
+    if kind == "byte fallback":
+        blank = "\u2581"
+        vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)}
+        vocabulary |= {f"{blank}a": 256, "x": 257, blank: 258}
+        tokenizer = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True))
+        parts = [decoders.Replace(blank, " "), decoders.ByteFallback(), decoders.Fuse()]
+        tokenizer.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)])
+        tokenizer.save(str(tmp_path / "tokenizer.json"))
+        codec = TextCodec(str(tmp_path), [])
+        assert codec.pieces([256, 258, 257]) == [" a", " ", "x"]
+    random, some = Random(0), sorted(codec.vocabulary().values())
+    first = codec.encode_continuation("x")
+    for _ in range(300):
+        ids = random.choices(some, k=random.randrange(30))
+        whole = codec.decode_exactly([*first, *ids])
+        assert "x" + "".join(codec.pieces(ids)) == whole
 
 
 def test_special_tokens_may_be_kept_in_a_text(tmp_path: Path) -> None:
