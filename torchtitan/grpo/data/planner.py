@@ -69,11 +69,8 @@ class StepPlanner:
     @property
     def trained(self) -> set[tuple[int, int]]:
         """The rollouts of the current batch that are trained, as ``group_id`` and place in the group."""
-        return {
-            member
-            for groups, plan in self._parts
-            for member in _members(groups, [sequence.source for sequence in plan.sequences])
-        }
+        sources = ((groups, [one.source for one in plan.sequences]) for groups, plan in self._parts)
+        return {member for pair in sources for member in _members(*pair)}
 
     def by_rollout(self, values: np.ndarray) -> dict[tuple[int, int], np.ndarray]:
         """Divides what ranks tell of the current batch's logged tokens among rollouts, as in ``trained``."""

@@ -35,9 +35,10 @@ class RunLog:
         self._stream = path.open("ab", buffering=0)
         self._path, self._unwritten, self._is_told = path, b"", False
 
-    def add(self, record: dict[str, Any]) -> None:
+    def add(self, record: dict[str, Any], separators: tuple[str, str] = (", ", ": ")) -> None:
         """Appends a record. If the disk is full, the record is written later, together with the next one."""
-        self._unwritten += (strict_json.dumps(record, ensure_ascii=False) + "\n").encode()
+        line = strict_json.dumps(record, ensure_ascii=False, separators=separators)
+        self._unwritten += (line + "\n").encode()
         self._flush()
 
     def read(self) -> list[dict[str, Any]]:

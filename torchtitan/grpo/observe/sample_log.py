@@ -56,7 +56,7 @@ class SampleLog:
                 tokens = self._tokens(rollout, member in trained, advantage, values)
                 self.latest.append({"step": step, "number": number} | record | {"tokens": tokens})
         for record in self.latest:
-            self._log.add(record)
+            self._log.add(record, (",", ":"))
 
     def close(self) -> None:
         self._log.close()
@@ -87,30 +87,26 @@ class SampleLog:
         }
 
     def _tokens(
-        self,
-        rollout: Rollout,
-        is_trained: bool,
-        advantage: float | None,
-        values: np.ndarray | None,
+        self, rollout: Rollout, is_trained: bool, advantage: float | None, values: np.ndarray | None
     ) -> dict[str, list[Any]]:
         """Returns lists with an entry for each token behind the first prompt; null where not known."""
         assert self._codec is not None, "no sample is written without a tokenizer"
-        ids = rollout.token_ids.tolist()
-        sampled = np.ones(len(ids), np.bool_) if rollout.sampled is None else rollout.sampled
+        sampled = np.ones(len(rollout.token_ids), np.bool_)
+        sampled = sampled if rollout.sampled is None else rollout.sampled
         trained = sampled & is_trained
         found: dict[str, list[Any]] = {
-            "text": self._codec.pieces(ids),
+            "text": self._codec.pieces(rollout.token_ids.tolist()),
             "logprob": _numbers(np.asarray(rollout.logprobs)[sampled], sampled),
             "trained": trained.astype(int).tolist(),
         }
-        log_ratios, advantages = (None, None) if values is None else values
-        if log_ratios is not None and np.isfinite(log_ratios).any():
+        known = np.full((2, np.count_nonzero(trained)), np.nan) if values is None else values
+        log_ratios, advantages = known.astype(np.float64)
+        if np.isfinite(log_ratios).any():
             with np.errstate(over="ignore"):
                 found["ratio"] = _numbers(np.exp(log_ratios), trained)
-        # Ranks know none if the policy did not learn in this step.
-        elif advantage is not None:
-            advantages = np.full(np.count_nonzero(trained), advantage)
-        if advantages is not None and np.isfinite(advantages).any():
+        elif advantage is not None:  # the policy did not learn in this step
+            advantages = np.full(len(advantages), advantage)
+        if np.isfinite(advantages).any():
             found["advantage"] = _numbers(advantages, trained)
         return found
 

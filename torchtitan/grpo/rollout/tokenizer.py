@@ -8,6 +8,7 @@ import copy
 import functools
 import itertools
 import json
+import operator
 import re
 from bisect import bisect_right
 from collections.abc import Collection, Mapping, Sequence
@@ -355,7 +356,8 @@ class TextCodec:
         A character of several tokens is the text of the last of them, and that of the others is empty.
         """
         found = list[bytes]()
-        for is_byte, run in itertools.groupby(map(self._piece, token_ids), lambda piece: piece[1]):
+        pieces = [self._pieces.get(token) or self._piece(token) for token in token_ids]
+        for is_byte, run in itertools.groupby(pieces, operator.itemgetter(1)):
             parts = [part for part, _ in run]
             if is_byte and "\ufffd" in b"".join(parts).decode(errors="replace"):
                 # Tokenizers with byte fallback replace each byte of a run that is not valid.
@@ -367,12 +369,11 @@ class TextCodec:
 
     def _piece(self, token: int) -> tuple[bytes, bool]:
         """The bytes of a token behind another one, and whether it stands for one byte by its number."""
-        if token not in self._pieces:
-            # Alone, a token may lose the blank with which it begins.
-            once, twice = (self.decode_exactly([token] * number) for number in (1, 2))
-            is_whole = "\ufffd" not in twice and twice.startswith(once)
-            piece = twice[len(once) :].encode() if is_whole else self.token_bytes(token)
-            self._pieces[token] = piece, bool(_BYTE.fullmatch(self.token_text(token) or ""))
+        # Alone, a token may lose the blank with which it begins.
+        once, twice = (self.decode_exactly([token] * number) for number in (1, 2))
+        is_whole = "\ufffd" not in twice and twice.startswith(once)
+        piece = twice[len(once) :].encode() if is_whole else self.token_bytes(token)
+        self._pieces[token] = piece, bool(_BYTE.fullmatch(self.token_text(token) or ""))
         return self._pieces[token]
 
     def excerpt(self, token_ids: Sequence[int]) -> str:

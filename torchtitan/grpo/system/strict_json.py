@@ -6,6 +6,7 @@
 import json
 import math
 import sys
+from contextlib import suppress
 from typing import Any
 
 COUNT_KEY = "nonfinite_values"
@@ -47,6 +48,8 @@ def dumps(value: Any, **options: Any) -> str:
 
     If ``value`` is a dict, the number of these nulls is added under :data:`COUNT_KEY`.
     """
+    with suppress(ValueError):  # much faster, if all numbers are finite
+        return json.dumps(value, allow_nan=False, **options)
     found: list[float] = []
     strict = _strict(value, found)
     if found and isinstance(strict, dict):

@@ -58,10 +58,7 @@ class LoggedTokens:
     _kept: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def keep(self, which: slice, values: torch.Tensor) -> None:
-        """Keeps values [2, rows, seq] of the rows ``which``.
-
-        They have arrived when the host has next waited for the device.
-        """
+        """Keeps [2, rows, seq] of the rows ``which``. It is there once the host has waited for the device."""
         if self.mask[which].any():
             self._kept[which.start] = values.detach().to("cpu", non_blocking=True)
 
