@@ -357,9 +357,9 @@ class TextCodec:
         """
         found = list[bytes]()
         pieces = [self._pieces.get(token) or self._piece(token) for token in token_ids]
-        for is_byte, run in itertools.groupby(pieces, operator.itemgetter(1)):
-            parts = [part for part, _ in run]
-            if is_byte and "\ufffd" in b"".join(parts).decode(errors="replace"):
+        for is_byte, same in itertools.groupby(pieces, operator.itemgetter(1)):
+            parts = [part for part, _ in same]
+            if is_byte and (run := b"".join(parts)) != run.decode(errors="ignore").encode():
                 # Tokenizers with byte fallback replace each byte of a run that is not valid.
                 parts = ["\ufffd".encode()] * len(parts)
             found += parts
