@@ -125,13 +125,13 @@ class WhoWaits:
 
     def causes(self) -> list[dict[str, Any]]:
         """Returns what the steps waited for, the longest first, each with what changes it."""
-        steps = sum(self.trainer.values()) - self.trainer["start"]
+        steps = sum(self.trainer.values()) - self.trainer.get("start", 0.0)
         if steps <= 0:
             return []
         waits = {k: v for k, v in self.trainer.items() if k not in (*_WORK, "start", "rollouts")}
         waits |= self.rollouts
         # Messages and plans take the time that the rollout process does not know.
-        waits["rollouts"] = max(self.trainer["rollouts"] - sum(self.rollouts.values()), 0.0)
+        waits["rollouts"] = max(self.trainer.get("rollouts", 0.0) - sum(self.rollouts.values()), 0.0)
         if self._held and sum(waits.values()) < _BUSY * steps:
             waits["training"] = self._held
         found = sorted(waits.items(), key=lambda item: -item[1])
