@@ -38,6 +38,7 @@ class StepSource(ABC):
 
     is_exhausted = False
     link: "RolloutLink | None" = None
+    _held: tuple[Any, ...] | None = None
 
     def __init__(
         self,
@@ -53,7 +54,6 @@ class StepSource(ABC):
         self.on_arrival: Callable[[], None] = lambda: None
         self._planner = StepPlanner(config, model)
         self.samples: SampleLog = open_sample_log(config, model, start_version)
-        self._held: tuple[Any, ...] | None = None
 
     @abstractmethod
     def start(self) -> None:

@@ -72,8 +72,8 @@ def test_without_arrays_masks_and_samples_stay_and_the_rest_takes_no_memory():
     assert masked.sampled is not None and masked.sampled.tolist() == [False, True, True]
     assert (len(last.token_ids), last.token_ids.strides, last.token_ids.any()) == (5, (0,), False)
     assert last.teacher_top_ids is not None and last.teacher_top_ids.shape == (5, 2)
-    assert not first.logprobs.any()
-    assert len(packed.arrays) == 40
+    assert first.logprobs.tolist() == [0, 1] and not last.logprobs.any()
+    assert len(packed.arrays) == 60
 
 
 def test_every_column_of_a_generation_is_joined():
