@@ -141,6 +141,9 @@ class Feed:
     fetches.
     """
 
+    own_seconds: Callable[[], float] | None = None
+    """Measures this rank's work since the last call, which all ranks then learn with the metrics."""
+
     def __init__(
         self,
         batch_rank: int,
@@ -156,7 +159,6 @@ class Feed:
         batch_ranks: list[int] = [0] * dist.get_world_size()
         dist.all_gather_object(batch_ranks, batch_rank, group=self.group)
         self.batch_rank_of = batch_ranks
-        self.own_seconds: Callable[[], float] = lambda: 0.0
         self._own_of_ranks = torch.zeros(len(batch_ranks), dtype=torch.float64)
 
     def send_step(
@@ -237,14 +239,17 @@ class Feed:
         last bits, so all ranks use rank 0's norm and make the same decisions.
         """
         norm = totals.fetch(grad_norm)
-        beside = torch.zeros(1 + len(self.batch_rank_of), dtype=torch.float64)
+        measured = self.own_seconds is not None
+        beside = torch.zeros(1 + measured * len(self.batch_rank_of), dtype=torch.float64)
         beside[0] = norm if self.rank == 0 else 0.0
-        beside[1 + self.rank] = self.own_seconds()
+        if self.own_seconds is not None:
+            beside[1 + self.rank] = self.own_seconds()
         numbers = torch.cat([totals.added, beside])
         dist.all_reduce(numbers, group=self.group)
         totals.added, beside = numbers.split([len(totals.added), len(beside)])
         norm = float(beside[0])
-        self._own_of_ranks += beside[1:]
+        if measured:
+            self._own_of_ranks += beside[1:]
         if len(totals.largest) > 0:
             dist.all_reduce(totals.largest, op=dist.ReduceOp.MAX, group=self.group)
         return norm

@@ -131,7 +131,9 @@ class WhoWaits:
         waits = {k: v for k, v in self.trainer.items() if k not in (*_WORK, "start", "rollouts")}
         waits |= self.rollouts
         # Messages and plans take the time that the rollout process does not know.
-        waits["rollouts"] = max(self.trainer.get("rollouts", 0.0) - sum(self.rollouts.values()), 0.0)
+        waits["rollouts"] = max(
+            self.trainer.get("rollouts", 0.0) - sum(self.rollouts.values()), 0.0
+        )
         if self._held and sum(waits.values()) < _BUSY * steps:
             waits["training"] = self._held
         found = sorted(waits.items(), key=lambda item: -item[1])

@@ -125,15 +125,10 @@ class Learner:
     guards: Guards
     enter: Callable[[str], None]
     before_step: Callable[[], None]
-    marks: PassMarks
+    marks: PassMarks = field(default_factory=lambda: PassMarks(torch.device("cpu")))
     _times: PassTimes = field(default_factory=PassTimes)
     _spikes: list[str] = field(default_factory=list)
     _logged: list[tuple[TrainBatch, list[LoggedTokens]]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.scorer.feed.own_seconds = self._measure
-        for trainee in self.trainees:
-            trainee.runner.mark_in(self.marks)
 
     @property
     def policy(self) -> Trainee:
@@ -200,7 +195,8 @@ class Learner:
         own = self.scorer.feed.take_own_seconds()
         return times.divided(own), compared(own)
 
-    def _measure(self) -> float:
+    def measure(self) -> float:
+        """Reads the times of the passes, and returns the seconds of this rank's own work."""
         times = self.marks.take()  # the host has just waited for the device
         self._times.add(times)
         return times.own
@@ -343,4 +339,8 @@ def build_learner(
     )  # fmt: skip
     trainees = [policy] if critic is None else [policy, critic]
     marks = PassMarks(trainer.device)
-    return Learner(scorer, trainees, guards, enter, before_step, marks)
+    for trainee in trainees:
+        trainee.runner.mark_in(marks)
+    learner = Learner(scorer, trainees, guards, enter, before_step, marks)
+    feed.own_seconds = learner.measure
+    return learner
