@@ -239,17 +239,17 @@ class Feed:
         last bits, so all ranks use rank 0's norm and make the same decisions.
         """
         norm = totals.fetch(grad_norm)
-        measured = self.own_seconds is not None
-        beside = torch.zeros(1 + measured * len(self.batch_rank_of), dtype=torch.float64)
-        beside[0] = norm if self.rank == 0 else 0.0
+        own = torch.tensor([norm if self.rank == 0 else 0.0], dtype=torch.float64)
+        work = torch.zeros(0, dtype=torch.float64)
         if self.own_seconds is not None:
-            beside[1 + self.rank] = self.own_seconds()
-        numbers = torch.cat([totals.added, beside])
+            work = torch.zeros_like(self._own_of_ranks)
+            work[self.rank] = self.own_seconds()
+        numbers = torch.cat([totals.added, work, own])
         dist.all_reduce(numbers, group=self.group)
-        totals.added, beside = numbers.split([len(totals.added), len(beside)])
-        norm = float(beside[0])
-        if measured:
-            self._own_of_ranks += beside[1:]
+        totals.added, work, own = numbers.split([len(totals.added), len(work), 1])
+        norm = float(own)
+        if self.own_seconds is not None:
+            self._own_of_ranks += work
         if len(totals.largest) > 0:
             dist.all_reduce(totals.largest, op=dist.ReduceOp.MAX, group=self.group)
         return norm
