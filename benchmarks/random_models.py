@@ -18,6 +18,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "4 layers": {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "heads": 4},
     "8 layers": {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 8, "heads": 4},
     "30M": {"hidden_size": 704, "intermediate_size": 2176, "num_hidden_layers": 5, "heads": 8},
+    "106M": {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "heads": 8},
     "120M": {"hidden_size": 1408, "intermediate_size": 4480, "num_hidden_layers": 5, "heads": 16},
 }
 """Sizes by name. The parameters are in few, wide layers, so that a step computes rather than waits

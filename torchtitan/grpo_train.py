@@ -13,11 +13,13 @@ background while the next step runs.
 
 # ruff: noqa: E402  (the device must be settled before torchtitan's modules read it)
 
+import os
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from torchtitan.grpo.system import spans
 from torchtitan.grpo.system.device import lower_timeouts, settle_device
 
 settle_device()
@@ -101,6 +103,9 @@ class GRPOTrainer(Trainer):
     def init_distributed(self) -> ParallelDims:
         """Connects the ranks, and finds the checkpoint before the model is built."""
         dims = super().init_distributed()
+        os.environ.pop(spans.VARIABLE, None)  # of a run whose program has started this one
+        if self.config.observe.timeline:  # now rank 0 has moved an earlier run's files
+            spans.open_spans(Path(self.config.job.dump_folder), f"rank {dist.get_rank()}")
         self.channel.start()
         self.begins = checkpoint.find_start(self.config, self.hf_model)
         steps = self.begins.record.schedule_steps

@@ -411,6 +411,7 @@ def process_config(
         monitor_host=config.observe.monitor_host if config.observe.monitor else "",
         monitor_port=config.observe.monitor_port and config.observe.monitor_port + 1,
         stuck_seconds=config.observe.stuck_seconds,
+        timeline=config.observe.timeline,
         fetch_host=leader_address(),
         fetch_secret=fetch_secret,
     )

@@ -43,6 +43,8 @@ usage: torchtitan-grpo COMMAND ...
   serve embedded MODEL_DIR [--port P] [--register FOLDER_OR_URL]
       Run an inference server. scripts/serve_vllm.sh and scripts/serve_sglang.sh
       run the other kinds.
+  timeline RUN_FOLDER [-o FILE]
+      Merge what a run with observe.timeline recorded into a trace for Perfetto.
   show FILE
       Print recorded rollouts (rollout.record) as JSON lines.
   verify --kind vllm --url http://host:port --run outputs/run --prompts X.jsonl
@@ -173,6 +175,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "plan": _imported("commands.forecast.command", "plan"),
     "evaluate": evaluate,
     "serve": serve,
+    "timeline": _imported("observe.timeline", "timeline"),
     "show": _imported("commands.show", "show"),
     "verify": lambda *of: importlib.import_module("torchtitan.grpo.commands.verify").main(*of),
     "check-gpu": check_gpu,

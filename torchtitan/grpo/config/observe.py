@@ -49,6 +49,10 @@ class Observe:
     """How progress is shown: a live ``bar``, a line for each step (``lines``), or nothing.
     ``auto`` shows the bar on a terminal and lines elsewhere."""
 
+    timeline: bool = False
+    """Write what each process does, and when, to ``<dump_folder>/timeline``. ``torchtitan-grpo timeline``
+    makes a trace of it for Perfetto; docs/how-to/monitor.md describes it."""
+
     log_level: Literal["debug", "info", "warning"] = "info"
     """Minimum level of the log messages that rank 0 prints. Other ranks only print warnings and
     errors."""

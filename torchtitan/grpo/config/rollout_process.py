@@ -71,6 +71,8 @@ class RolloutProcessConfig:
     """Port of ``/healthz`` and ``/metrics``; 0 uses a free port."""
     stuck_seconds: float = 600.0
     """``observe.stuck_seconds``."""
+    timeline: bool = False
+    """``observe.timeline``."""
     fetch_host: str = ""
     """Address of this host for the ranks: where launched servers listen, and where ranks fetch
     rollouts with ``prompts.single_rank_load = false``."""

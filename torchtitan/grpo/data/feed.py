@@ -10,6 +10,7 @@ not used. With ``prompts.single_rank_load = false`` no rows follow: the message 
 each rank fetches its rollouts from the rollout process.
 """
 
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from enum import IntEnum
@@ -23,6 +24,7 @@ from torchtitan.grpo.data.rows import COLUMNS, TrainRows, build_rows, sequences_
 from torchtitan.grpo.data.step_plan import SampleTable, StepPlan
 from torchtitan.grpo.losses.loss_metrics import MetricTotals
 from torchtitan.grpo.rollout.batch_fetch import BatchFetcher
+from torchtitan.grpo.system import spans
 from torchtitan.grpo.system.groups import new_group
 from torchtitan.grpo.types import BatchPart, PromptProgress, Rollout
 
@@ -156,10 +158,12 @@ class Feed:
         self._client: BatchFetcher | None = None
         self.group = new_group("grpo_feed", "gloo", timeout_seconds)
         self.rank = dist.get_rank()
-        batch_ranks: list[int] = [0] * dist.get_world_size()
-        dist.all_gather_object(batch_ranks, batch_rank, group=self.group)
-        self.batch_rank_of = batch_ranks
-        self._own_of_ranks = torch.zeros(len(batch_ranks), dtype=torch.float64)
+        told: list[tuple[int, str]] = [(0, "")] * dist.get_world_size()
+        dist.all_gather_object(told, (batch_rank, uuid.uuid4().hex), group=self.group)
+        self.batch_rank_of = [each for each, _ in told]
+        self._own_of_ranks = torch.zeros(len(told), dtype=torch.float64)
+        dist.barrier(group=self.group)
+        spans.sync(told[0][1])  # each start of a run has a moment of its own
 
     def send_step(
         self,

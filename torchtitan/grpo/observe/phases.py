@@ -50,7 +50,7 @@ class Phases:
     def enter(self, phase: str) -> None:
         now, former = self._clock(), self._phase
         self._longest[former] = max(self._longest[former], now - self._since)
-        spans.add(_TRACK, former, self._since, now, step=self._next_step)
+        spans.add(_TRACK, _CAUSES.get(former, "other"), self._since, now, step=self._next_step)
         self._phase, self._since = phase, now
         self._causes.enter(_CAUSES.get(phase, "other"))
 

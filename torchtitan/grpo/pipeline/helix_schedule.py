@@ -196,7 +196,7 @@ class HelixSchedule:
         part, microbatch = action.stage_index, action.microbatch_index
         assert microbatch is not None
         inputs = self._inputs[microbatch] if part == 0 else self._take(action, forward=True)
-        with self._timed(part, "F"):
+        with self._timed(part, "F", microbatch):
             run = self._attend if part % 2 else self._score if part == self._last else self._project
             outputs = run(part, microbatch, inputs)
         if part < self._last:
@@ -260,12 +260,12 @@ class HelixSchedule:
         held = self._held.pop((part, microbatch))
         if part % 2:
             grads = self._take(action, forward=False)
-            with self._timed(part, "B"):
+            with self._timed(part, "B", microbatch):
                 torch.autograd.backward(held.outputs, grads[:1])  # pyright: ignore
             back = (*_gradients(held.inputs), grads[1])
         elif held.outputs:
             grads = None if part == self._last else self._take(action, forward=False)
-            with self._timed(part, "B"):
+            with self._timed(part, "B", microbatch):
                 back = self._add_gradients(action, held.inputs, held.outputs, grads)
         else:
             back = self._recompute_and_go_back(action, microbatch, held.inputs)
@@ -277,7 +277,7 @@ class HelixSchedule:
         if chunks := self._chunks(part, inputs):
             grads = self._take(action, forward=False)
             of_chunks = []
-            with self._timed(part, "B"):
+            with self._timed(part, "B", microbatch):
                 for c in chunks:
                     leaves = _leaves([tensor[:, c] for tensor in inputs])
                     outputs = self._compute(part, microbatch, leaves, chunk=c)
@@ -289,11 +289,11 @@ class HelixSchedule:
             return _joined(of_chunks)
         # When passes are timed, waiting and recomputing must not overlap.
         grads = self._take(action, forward=False) if self.timer is not None else None
-        with self._timed(part, "R"):
+        with self._timed(part, "R", microbatch):
             leaves = _leaves(inputs) if part else inputs
             outputs = self._compute(part, microbatch, leaves)
         grads = grads or self._take(action, forward=False)
-        with self._timed(part, "B"):
+        with self._timed(part, "B", microbatch):
             return self._add_gradients(action, leaves, outputs, grads)
 
     def _add_gradients(
@@ -317,8 +317,8 @@ class HelixSchedule:
     def _take(self, action: _Action, *, forward: bool) -> Tensors:
         return self._mail.take(_key(action, 0, forward=forward))
 
-    def _timed(self, part: int, kind: Part) -> AbstractContextManager[None]:
-        return timed(part, kind, self.timer, self.marks)
+    def _timed(self, part: int, kind: Part, microbatch: int) -> AbstractContextManager[None]:
+        return timed(part, kind, microbatch, self.timer, self.marks)
 
 
 def _key(action: _Action, step: int, *, forward: bool) -> tuple[int, str, int]:

@@ -33,7 +33,7 @@ from torch.utils.checkpoint import GraphExecGroup
 from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.models.weight_grads import WeightGradients
 from torchtitan.grpo.pipeline.fill import GapFiller
-from torchtitan.grpo.pipeline.mail import begun
+from torchtitan.grpo.pipeline.mail import begun, wait_for
 from torchtitan.grpo.pipeline.offload import OffloadPlan
 from torchtitan.grpo.pipeline.pass_marks import PassMarks, timed
 from torchtitan.grpo.pipeline.pass_timer import Part, PassTimer
@@ -181,10 +181,10 @@ class LeanStage(PipelineStage):
             # Torch keeps outputs for a backward pass. Without one, they are not needed after sending.
             getattr(self, OUTPUTS).clear()
         self._fill_gap()
-        self._wait_for(self._arriving_inputs.pop(fwd_chunk_id, []))
+        self._wait_for(self._arriving_inputs.pop(fwd_chunk_id, []), fwd_chunk_id)
         marking = self.early.marking(fwd_chunk_id) if self.early is not None else nullcontext()
         offloading = self._offloading(fwd_chunk_id, args, kwargs)
-        with self._timed("F"), marking, offloading, self.surrounding():
+        with self._timed("F", fwd_chunk_id), marking, offloading, self.surrounding():
             output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         self.args_recv_info.pop(fwd_chunk_id, None)
         return output
@@ -194,7 +194,8 @@ class LeanStage(PipelineStage):
             self.offload.before_backward((self.stage_index, bwd_chunk_id))
         self._fill_gap()
         group = self._await_gradient(bwd_chunk_id)
-        with self._timed("B" if kwargs.get("full_backward", True) else "I"), group:
+        part = "B" if kwargs.get("full_backward", True) else "I"
+        with self._timed(part, bwd_chunk_id), group:
             super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         self.grad_recv_info.pop(bwd_chunk_id, None)
         if self.offload is not None:
@@ -202,7 +203,7 @@ class LeanStage(PipelineStage):
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self._fill_gap()
-        with self._timed("W"):
+        with self._timed("W", bwd_chunk_id):
             super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
@@ -236,13 +237,13 @@ class LeanStage(PipelineStage):
         arriving = self._arriving.pop(microbatch, [])
         if self.timer is not None:
             # When passes are timed, waiting and recomputing must not overlap.
-            self._wait_for(arriving)
+            self._wait_for(arriving, microbatch)
         group = nullcontext()
         if self.early is not None and (arriving or self.timer is not None):
-            with self._timed("R"):
+            with self._timed("R", microbatch):
                 group = self.recompute(microbatch)
         if self.timer is None:
-            self._wait_for(arriving)
+            self._wait_for(arriving, microbatch)
         return group
 
     def _fill_gap(self) -> None:
@@ -250,14 +251,12 @@ class LeanStage(PipelineStage):
         if self.filler is not None:
             self.filler.fill()
 
-    def _wait_for(self, arriving: list[dist.Work]) -> None:
+    def _wait_for(self, arriving: list[dist.Work], microbatch: int) -> None:
         with nullcontext() if self.filler is None else self.filler.waiting():
-            for work in arriving:
-                work.wait()
+            wait_for(arriving, "receive", self.stage_index, microbatch)
 
     def finish_sending(self) -> None:
-        for work in self._leaving:
-            work.wait()
+        wait_for(self._leaving, "send", self.stage_index)
         self._leaving.clear()
 
     def _offloading(
@@ -269,8 +268,8 @@ class LeanStage(PipelineStage):
         inputs = (*received, *tree_leaves((args, kwargs)))
         return self.offload.forward((self.stage_index, microbatch), self.submod, inputs)
 
-    def _timed(self, kind: Part) -> AbstractContextManager[None]:
-        return timed(self.stage_index, kind, self.timer, self.marks)
+    def _timed(self, kind: Part, microbatch: int) -> AbstractContextManager[None]:
+        return timed(self.stage_index, kind, microbatch, self.timer, self.marks)
 
     def _send(self, operations: list[dist.P2POp]) -> list[dist.P2POp]:
         """Sends immediately and returns no operations: the runtime would keep their tensors."""

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from torchtitan.grpo.system import spans
+
 Key = tuple[int, str, int]
 """The pass that takes the tensors: its part, its direction and its microbatch."""
 
@@ -25,8 +27,7 @@ class Mail:
         self._here[key] = tensors
 
     def take(self, key: Key) -> tuple[torch.Tensor, ...]:
-        for work in self._arriving.pop(key, ()):
-            work.wait()
+        wait_for(self._arriving.pop(key, []), "receive", key[0], key[2])
         return self._here.pop(key)
 
     def send(self, key: Key, peer: int) -> None:
@@ -48,8 +49,7 @@ class Mail:
         ]
 
     def finish(self) -> None:
-        for work, _ in self._leaving:
-            work.wait()
+        wait_for([work for work, _ in self._leaving], "send")
         self._leaving.clear()
         assert not self._here, f"nobody took the tensors for {list(self._here)}"
 
@@ -57,3 +57,11 @@ class Mail:
 def begun(work: dist.Work | None) -> dist.Work:
     assert work is not None, "a rank outside the pipeline's group exchanged a tensor"
     return work
+
+
+def wait_for(works: Sequence[dist.Work], what: str, stage: int = 0, microbatch: int = 0) -> None:
+    """Waits until exchanges have ended. On a GPU, only the device waits."""
+    if works:
+        with spans.span("pipeline", what, stage=stage, microbatch=microbatch):
+            for work in works:
+                work.wait()

@@ -5,9 +5,10 @@
 
 import itertools
 import statistics
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +16,9 @@ import torch
 import torch.nn as nn
 
 from torchtitan.grpo.pipeline.pass_timer import DeviceClock, Part, PassTimer
+from torchtitan.grpo.system import spans
+
+_NOTHING = nullcontext()
 
 
 @dataclass
@@ -117,12 +121,23 @@ class PassMarks:
                 times.pipeline += self._clock.seconds(begin, end)
             elif part:
                 times.parts[part] += self._clock.seconds(begin, end)
+        if spans.is_on() and marks:
+            self._tell(marks)
         for part, begin, end in own:
             seconds = self._clock.seconds(begin, end)
             times.own += seconds
             if part:
                 times.parts[part] += seconds
         return times
+
+    def _tell(self, marks: Sequence[tuple[str, Any]]) -> None:
+        """Records spans of the parts. On a GPU, which the host has just waited for, the last one ends now."""
+        last = marks[-1][1]
+        end_of_all = last if isinstance(last, float) else time.monotonic()
+        for (part, begin), (_, end) in itertools.pairwise(marks):
+            if part:
+                first, second = (end_of_all - self._clock.seconds(at, last) for at in (begin, end))
+                spans.add("device", part, first, second)
 
 
 def compared(own: Sequence[float]) -> dict[str, float]:
@@ -134,19 +149,12 @@ def compared(own: Sequence[float]) -> dict[str, float]:
     return {"ranks/slowest": float(slowest), "ranks/slowest_factor": own[slowest] / typical}
 
 
-def timed(
-    stage: int, kind: Part, timer: PassTimer | None, marks: PassMarks | None
-) -> AbstractContextManager[None]:
-    """Returns a context in which a pass is measured by whichever of the two is there."""
-    if marks is None:
-        return nullcontext() if timer is None else timer.measure(stage, kind)
-    own = marks.own("forward" if kind == "F" else "backward")
-    return own if timer is None else _both(timer.measure(stage, kind), own)
-
-
 @contextmanager
-def _both(
-    outer: AbstractContextManager[None], inner: AbstractContextManager[None]
+def timed(
+    stage: int, kind: Part, microbatch: int, timer: PassTimer | None, marks: PassMarks | None
 ) -> Iterator[None]:
-    with outer, inner:
+    """Context of a pass, which a timer, the marks and the timeline measure where they are on."""
+    own = _NOTHING if marks is None else marks.own("forward" if kind == "F" else "backward")
+    measuring = _NOTHING if timer is None else timer.measure(stage, kind)
+    with spans.span("pipeline", kind, stage=stage, microbatch=microbatch), measuring, own:
         yield

@@ -29,7 +29,7 @@ class DeviceClock:
 
     def mark(self) -> Any:
         if not self._is_cuda:
-            return time.perf_counter()
+            return time.monotonic()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event

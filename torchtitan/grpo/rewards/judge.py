@@ -29,6 +29,7 @@ from torchtitan.grpo.inference.http import HttpConnection, RouteError, excerpt
 from torchtitan.grpo.rewards import ScoreLater
 from torchtitan.grpo.rewards.builtin import Completion, completion_text
 from torchtitan.grpo.rewards.reward_calls import LARGEST_REWARD
+from torchtitan.grpo.system import spans
 
 # A request on a connection that the server has closed meanwhile is lost, and made again.
 _IDLE_SECONDS = 4.0
@@ -167,12 +168,13 @@ class Judge:
         if self._settings.model:
             body["model"] = self._settings.model
         async with self._places:
-            answer = await self._http.post(
-                route,
-                body | self._settings.options,
-                scope="generation",
-                max_bytes=_MAX_ANSWER_BYTES,
-            )
+            with spans.span("judge", "judge"):
+                answer = await self._http.post(
+                    route,
+                    body | self._settings.options,
+                    scope="generation",
+                    max_bytes=_MAX_ANSWER_BYTES,
+                )
         return self._read(answer.body)
 
     def _read(self, body: Any) -> _Verdict:

@@ -17,6 +17,7 @@ from torchtitan.grpo.config.judge import Judge as Settings
 from torchtitan.grpo.rewards.builtin import QUICK
 from torchtitan.grpo.rewards.reward_calls import LoadedFunction, Postponed, Score, Values
 from torchtitan.grpo.rewards.reward_loading import RewardFunction, RewardLog, load_function
+from torchtitan.grpo.system import spans
 from torchtitan.grpo.workers.channel import Refused
 from torchtitan.grpo.workers.host import Cancel, Cancelled, Host, serve
 from torchtitan.grpo.workers.host import Loaded as Hosted
@@ -93,7 +94,8 @@ async def _answer(loaded: list[LoadedFunction], host: Host, request: Score) -> S
     for i, function in functions.items():
         if not function.is_async:
             call = functools.partial(function.call, request, log)
-            found[i] = result = await host.in_thread(request.number, call)
+            with spans.span("functions", function.path):
+                found[i] = result = await host.in_thread(request.number, call)
             if isinstance(result, Refused):
                 return result
     awaited = [i for i, function in functions.items() if function.is_async]
@@ -121,4 +123,5 @@ def _judge(request: LoadFunctions) -> RewardFunction:
 
 
 if __name__ == "__main__":
+    spans.open_inherited("reward worker")
     serve(decode_request, load)

@@ -27,6 +27,7 @@ from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher, Server
 from torchtitan.grpo.rollout.serving.spare_slots import SpareSlots
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 from torchtitan.grpo.rollout.trajectory import CompletionWriter
+from torchtitan.grpo.system import spans
 from torchtitan.grpo.system.waits import wait_at_most
 from torchtitan.grpo.types import Generation, Prompt, separated
 
@@ -83,6 +84,7 @@ class Evaluator:
             async with asyncio.TaskGroup() as group:
                 of_sets = [await self._start_set(held, version, group) for held in self._sets]
             scored = [[task.result() for task in tasks] for tasks in of_sets]
+            spans.add("evaluation", "evaluate", started, time.monotonic(), version=version)
         return self._result(
             [[prompt for prompt in of_set if prompt is not None] for of_set in scored],
             time.monotonic() - started,

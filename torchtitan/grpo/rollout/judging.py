@@ -35,6 +35,7 @@ from torchtitan.grpo.rollout.kept_groups import (
 from torchtitan.grpo.rollout.ledger import CloseReason
 from torchtitan.grpo.rollout.scoring import Scorer
 from torchtitan.grpo.rollout.teachers import TeacherPool, Unrated
+from torchtitan.grpo.system import spans
 from torchtitan.grpo.types import CAUSES, Generation, Prompt, Rollout, separated
 
 
@@ -135,7 +136,8 @@ class GroupJudge:
         begun = time.monotonic()
         self._num_scoring += 1
         try:
-            rollouts = await scorer.score(prompt, kept)
+            with spans.span("rewards", "reward", group=prompt.group_id):
+                rollouts = await scorer.score(prompt, kept)
         except ScoringFailed as error:  # logged and counted by the pool
             self._counts["service" if error.kind == "postponed" else "function"] += len(kept)
             raise Unusable("unscored", str(error), SCORING_FAILED) from error
@@ -163,7 +165,8 @@ class GroupJudge:
         if self._teachers is None:
             return accepted
         try:
-            return await self._teachers.rate_group(accepted)
+            with spans.span("teachers", "teacher", group=prompt.group_id):
+                return await self._teachers.rate_group(accepted)
         except Unrated as error:
             raise Unusable("unrated", str(error), UNRATED) from error
 

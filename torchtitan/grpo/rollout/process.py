@@ -37,6 +37,7 @@ from torchtitan.grpo.rollout.producer import Producer
 from torchtitan.grpo.rollout.saved import SavedRollouts, file_of, remove_others, write_saved
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher
 from torchtitan.grpo.rollout.session import RolloutSession
+from torchtitan.grpo.system import spans
 from torchtitan.grpo.system.child import adopt_orphans, end_descendants
 from torchtitan.grpo.system.process_tuning import map_large_blocks, spare_collections
 from torchtitan.grpo.system.stop import stop_signals
@@ -382,12 +383,15 @@ async def serve(directory: Path) -> NoReturn:
     # It may contain the servers' keys, which the user's code must not find.
     config_file.unlink()
     config = msgspec.json.decode(text, type=RolloutProcessConfig)
+    if config.timeline:
+        spans.open_inherited("rollouts")
     process = RolloutProcess(config, directory)
     loop = asyncio.get_running_loop()
     for signum in stop_signals():
         loop.add_signal_handler(signum, process.stop_with_parent)
     status = await process.run()
     end_descendants()
+    spans.close_spans()
     logging.shutdown()
     # Everything is closed. A thread that still reads a data set must not delay the exit.
     os._exit(status)

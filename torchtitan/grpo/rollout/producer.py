@@ -27,6 +27,7 @@ from torchtitan.grpo.rollout.scoring import brief_columns, prompt_text
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher, Server
 from torchtitan.grpo.rollout.trajectory import CompletionWriter, RunningGroup
 from torchtitan.grpo.rollout.waits import RolloutWaits
+from torchtitan.grpo.system import spans
 from torchtitan.grpo.system.waits import wait_at_most
 from torchtitan.grpo.types import CAUSES, BatchPart, Generation, Prompt, RolloutGroup, as_context
 
@@ -167,7 +168,8 @@ class Producer:
         self.is_asked = True
         self._note_waits()
         try:
-            group_ids = await (self._take_part() if self._num_parts > 1 else self._take_batch())
+            with spans.span("batches", "trainer waits", step=version + 1):
+                group_ids = await (self._take_part() if self._num_parts > 1 else self._take_batch())
         finally:
             self.is_asked = False
         self._note_waits()

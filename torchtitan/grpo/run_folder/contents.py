@@ -24,7 +24,7 @@ _WRITTEN = (
     *("summary.json*", "reward_curve.png", "rollout_process.log*"),
     *("hf/step-*", "peft/step-*", "rollouts/step-*.msgpack*", f"{STARTS_FOLDER}/[0-9]*"),
     *(f"{STARTS_FOLDER}/launch.json*", f"{WANDB_ID_FILE}[0-9]*"),
-    *("servers/*.log*", "monitoring/*.json*", "evaluate/*"),
+    *("servers/*.log*", "monitoring/*.json*", "evaluate/*", "timeline/*.jsonl", "timeline.json.gz"),
 )
 """Patterns of what every run may write; :func:`_patterns` adds optional features' folders."""
 

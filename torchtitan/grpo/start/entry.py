@@ -47,6 +47,7 @@ from torchtitan.grpo.start.dry_run import dry_run
 from torchtitan.grpo.start.known_failures import known_failure
 from torchtitan.grpo.start.lost_rank import LostRankHandler
 from torchtitan.grpo.start.train import SETTINGS_FLAG
+from torchtitan.grpo.system import spans
 from torchtitan.grpo.system.child import die_with_parent
 from torchtitan.grpo.system.device import choose_interfaces
 from torchtitan.grpo.system.errors import RunError
@@ -276,6 +277,7 @@ def leave(main: Callable[[], int]) -> None:
         traceback.print_exc()
         _tell_torchrun(f"{type(error).__name__}: {error} (its traceback stands above)")
         status = 1
+    spans.close_spans()
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

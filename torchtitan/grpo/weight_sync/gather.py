@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torchtitan.grpo.models.collect import Collector, agree_on_assembly, collecting_group
 from torchtitan.grpo.models.hf_names import StateDictAdapter
 from torchtitan.grpo.models.lora import AdapterMerge, lora_scale
+from torchtitan.grpo.system import spans
 from torchtitan.grpo.system.logs import logger
 from torchtitan.grpo.system.network import boot_id
 from torchtitan.grpo.system.rank_calls import operation
@@ -200,7 +201,8 @@ class Agent:
     @operation
     async def wait_copied(self, slot: int, version: int) -> None:
         loop = asyncio.get_running_loop()
-        await loop.run_in_executor(self._gathering, self._read_snapshot, slot, version)
+        with spans.span("weights", "snapshot", version=version):
+            await loop.run_in_executor(self._gathering, self._read_snapshot, slot, version)
 
     @operation
     async def gather(self, slot: int, version: int, is_held: bool) -> None:
@@ -219,7 +221,8 @@ class Agent:
 
     def _gather(self, slot: int, version: int, payload: Payload | None) -> None:
         try:
-            self._gatherer.gather(slot, self._read_snapshot(slot, version), payload)
+            with spans.span("weights", "gather", version=version):
+                self._gatherer.gather(slot, self._read_snapshot(slot, version), payload)
         except BaseException as error:
             if payload is not None:
                 payload.fail(f"{type(error).__name__}: {error}")

@@ -53,6 +53,7 @@ from typing import Any
 
 from torchtitan.grpo.config import WeightSync
 from torchtitan.grpo.inference.client import ServerError
+from torchtitan.grpo.system import spans
 from torchtitan.grpo.system.waits import Backoff, Reminders, in_full
 from torchtitan.grpo.weight_sync.attestation import (
     Attestation,
@@ -64,8 +65,7 @@ from torchtitan.grpo.weight_sync.versions import ServerVersions, Versions
 
 logger = logging.getLogger(__name__)
 
-# Interval at which an idle lane asks whether the server still serves what was pushed. A server
-# that was restarted answers but serves other weights.
+# Interval at which an idle lane asks whether the server still serves what was pushed.
 _CHECK_SECONDS = 5.0
 # Interval at which a held lane checks whether another thread has released it.
 _HELD_SECONDS = 0.05
@@ -201,6 +201,7 @@ class Lane:
         self._lost_at: float | None = None
         self._reminders = Reminders()
         self._is_lent, self._is_joined = is_lent, False
+        self._track, self._since = f"weights {self.url.partition('://')[2]}", time.monotonic()
         self._wanted, self._unwanted = asyncio.Event(), asyncio.Event()
         self._wanted.set()
 
@@ -222,11 +223,8 @@ class Lane:
         """Says whether a lent server is to serve or sleep. If it already sleeps, reports again that it does."""
         if self.is_asleep and not is_wanted:
             self._listeners.on_asleep(self.url)
-        became, was = (
-            (self._wanted, self._unwanted) if is_wanted else (self._unwanted, self._wanted)
-        )
-        became.set()
-        was.clear()
+        (self._wanted if is_wanted else self._unwanted).set()
+        (self._unwanted if is_wanted else self._wanted).clear()
 
     async def run(self) -> None:
         while True:
@@ -314,7 +312,8 @@ class Lane:
                     return
                 self._take(LaneEvent.NEWER_VERSION)
             report = await self._push(version)
-            self._take(LaneEvent.COMMITTED)
+            self._take(LaneEvent.COMMITTED, version=version, bytes=report.num_bytes)
+            spans.add(self._track, "pause", self._since - report.pause_seconds, self._since)
             await self._attest(version)
             self._keep_as_base(version)
         self._confirm(report)
@@ -395,7 +394,7 @@ class Lane:
             seconds, self._lost_at = time.monotonic() - self._lost_at, None
             logger.warning("%s has joined again, %.0f s after it was lost.", self.url, seconds)
         self._listeners.on_version(self.url, report.version, report.pause_seconds)
-        self._take(LaneEvent.ATTESTED)
+        self._take(LaneEvent.ATTESTED, version=report.version)
         logger.info(
             "%s serves version %d: %.1f MB in %.3f s (%.2f GB/s), paused for %.1f ms.",
             self.url, report.version, report.num_bytes / 1e6, report.push_seconds,
@@ -407,8 +406,8 @@ class Lane:
         if self._lost_at is None:
             self._lost_at, self._reminders = time.monotonic(), Reminders()
             logger.warning(
-                "Lost %s while %s: %s %s", self.url, self.state.value, reason, what_follows,
-            )  # fmt: skip
+                "Lost %s while %s: %s %s", self.url, self.state.value, reason, what_follows
+            )
         else:
             # A server may be gone for days, so the same reason is not logged at each attempt.
             seconds = time.monotonic() - self._lost_at
@@ -443,6 +442,9 @@ class Lane:
         if self._sync.delta and self._client.capabilities.takes_deltas:
             self._server.keep_as_base(version)
 
-    def _take(self, event: LaneEvent) -> None:
+    def _take(self, event: LaneEvent, **facts: Any) -> None:
+        name = "push" if self.state is LaneState.SYNCING else self.state.value
+        begin, self._since = self._since, time.monotonic()
+        spans.add(self._track, name, begin, self._since, **facts)
         self.state = next_state(self.state, event)
         self._listeners.on_change()

@@ -18,6 +18,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from torchtitan.grpo.config import Workers
+from torchtitan.grpo.system import spans
 from torchtitan.grpo.system.child import child_command
 from torchtitan.grpo.system.environment import RUN_VARIABLE, is_named
 from torchtitan.grpo.system.light_start import LIGHT_PYTHON
@@ -43,7 +44,7 @@ _EXIT_SECONDS = 1.0
 
 def worker_environment(also: Sequence[str] = ()) -> dict[str, str]:
     """The environment variables that user code sees: harmless ones and those that ``also`` names."""
-    names = *_PASSED, RUN_VARIABLE, *also
+    names = *_PASSED, RUN_VARIABLE, spans.VARIABLE, *also
     return {name: value for name, value in os.environ.items() if is_named(name, names)}
 
 

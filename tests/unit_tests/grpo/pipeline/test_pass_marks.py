@@ -107,7 +107,7 @@ def test_two_ranks_of_unequal_work_wait_for_the_slower_one():
 def test_ranks_of_a_pipeline_also_wait_where_all_have_equal_work(now, marks):
     marks.mark("pipeline")
     for kind in ("F", "B", "F", "B"):
-        with timed(0, kind, None, marks):
+        with timed(0, kind, 0, None, marks):
             now[0] += 1.0
         now[0] += 1.5  # for the other stage
     marks.mark("")
@@ -134,7 +134,7 @@ def test_a_critic_beside_the_policy_adds_to_its_times(now, marks):
 
 
 def test_without_marks_nothing_is_measured():
-    with timed(0, "F", None, None):
+    with timed(0, "F", 0, None, None):
         pass
     nothing = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0, "ranks": 0.0}
     assert PassTimes().divided([0.0]) == PassTimes().divided([0.0, 0.0]) == nothing

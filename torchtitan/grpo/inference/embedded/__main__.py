@@ -34,6 +34,7 @@ from torchtitan.grpo.inference.embedded.model import (
 from torchtitan.grpo.inference.embedded.server import EmbeddedServer
 from torchtitan.grpo.inference.embedded.updates import WeightUpdater
 from torchtitan.grpo.inference.embedded.weights import WeightTable
+from torchtitan.grpo.system import spans
 from torchtitan.grpo.system.connections import (
     HEADER_SECONDS,
     MAX_CONNECTIONS,
@@ -164,6 +165,7 @@ async def serve(arguments: argparse.Namespace) -> None:
         arguments.header_timeout,
         _BACKLOG,
     )
+    spans.open_inherited(f"server {arguments.host}:{port}")
     server.engine.start()
     logger.info("Serving %s on http://%s:%d", arguments.model_path, arguments.host, port)
     print(f"READY http://{arguments.host}:{port}", flush=True)
@@ -216,6 +218,7 @@ def main() -> None:
     except KeyboardInterrupt:
         # Ctrl-C before the signal handlers were set, while the model was being loaded.
         sys.exit(130)
+    spans.close_spans()
     # The interpreter's own end would wait for gloo's threads, which wait for the trainer.
     logging.shutdown()
     sys.stdout.flush()

@@ -33,6 +33,7 @@ from torchtitan.grpo.inference.embedded.prefill import (
     Prefill,
     PrefillPlan,
     PrefillQueue,
+    StepTimes,
     default_step_tokens,
     padded_batches,
 )
@@ -40,6 +41,7 @@ from torchtitan.grpo.inference.embedded.request import Request
 from torchtitan.grpo.inference.embedded.sampling import SamplingBatch, sample
 from torchtitan.grpo.inference.embedded.step_layout import upload
 from torchtitan.grpo.inference.embedded.weights import Residence
+from torchtitan.grpo.system import spans
 from torchtitan.grpo.system.process_tuning import return_free_memory
 
 logger = logging.getLogger(__name__)
@@ -98,8 +100,8 @@ class Engine:
         self._batch: _Batch | None = None
         self._calls: deque[_Call] = deque()
         self._wake = threading.Condition()
-        self._prefill_seconds = self._decode_seconds = 0.0
         self._closing = False
+        self._times, self._paused_at = StepTimes(), 0.0
         self._thread = threading.Thread(target=self._run, name="embedded-engine", daemon=True)
 
     # -- called from any thread -------------------------------------------------------
@@ -137,10 +139,8 @@ class Engine:
         entering = min(num_queued, max(num_rows - len(running), 0))
         num_tokens = sum(request.length for request in running)
         capacity = num_rows * self._runner.max_length
-        return ServerLoad(
-            len(running) + entering, num_queued - entering, num_tokens / capacity,
-            self._prefill_seconds, self._decode_seconds,
-        )  # fmt: skip
+        use, seconds = num_tokens / capacity, self._times.seconds
+        return ServerLoad(len(running) + entering, num_queued - entering, use, *seconds)
 
     def submit(self, requests: Iterable[Request]) -> "Future[None]":
         batch = list(requests)
@@ -156,10 +156,10 @@ class Engine:
 
     def pause(self) -> "Future[None]":
         """Stops generation after the current step. All requests are kept."""
-        return self.run(lambda: setattr(self, "is_paused", True))
+        return self.run(lambda: self._set_paused(True))
 
     def resume(self) -> "Future[None]":
-        return self.run(lambda: setattr(self, "is_paused", False))
+        return self.run(lambda: self._set_paused(False))
 
     def set_version(self, version: str) -> "Future[None]":
         return self.run(lambda: self._set_version(version))
@@ -247,6 +247,7 @@ class Engine:
         with self._wake:
             self._closing = True
             calls, self._calls = self._calls, deque()
+        self._times.flush()
         self._refuse(calls, self._why_ended())
         self._abort(None, self._why_ended())
         self._report_changed()
@@ -325,6 +326,11 @@ class Engine:
             if request is not None:
                 request.start_segment(version)
 
+    def _set_paused(self, is_paused: bool) -> None:
+        if self.is_paused:
+            spans.add("engine", "pause", self._paused_at, time.monotonic())
+        self.is_paused, self._paused_at = is_paused, time.monotonic()
+
     def _sleep(self, release: Callable[[], None]) -> None:
         self._abort(None, "The server was put to sleep.")
         self._rows, self._holes, self._batch = [], [], None
@@ -342,7 +348,7 @@ class Engine:
             self.residence = Residence.EMPTY
 
     def _swap_weights(self, swap: Callable[[], None], version: str) -> float:
-        started = time.perf_counter()
+        started = time.monotonic()
         swap()
         if self._runner.device.type == "cuda":
             torch.cuda.current_stream().synchronize()  # its copies on the GPU count as a stop
@@ -352,13 +358,14 @@ class Engine:
         running = [r for r in self._rows if r is not None and r.prefilled_to is None]
         self.num_recomputed += self._queue.put_back(running)
         self._rows, self._holes, self._batch = [], [], None
-        return time.perf_counter() - started
+        ended = time.monotonic()
+        spans.add("engine", "swap", started, ended, version=version)
+        return ended - started
 
     # -- one step ---------------------------------------------------------------------
 
     def _step(self) -> None:
-        begun = time.perf_counter()
-        num_decoding = self.num_running - self._queue.num_cut
+        begin, num_decoding = time.monotonic(), self.num_running - self._queue.num_cut
         plan = self._queue.plan(num_decoding, self._runner.max_slots - self.num_running)
         for prefill in plan.prefills:
             self._give_rows(prefill)
@@ -366,12 +373,7 @@ class Engine:
         self._close_holes()
         if self._rows:
             self._forward(plan)
-        # A step computes prompts and generates at once, and takes as long as its tokens.
-        seconds = time.perf_counter() - begun
-        num_prefilled = sum(prefill.stop - prefill.start for prefill in plan.prefills)
-        share = num_prefilled / max(num_prefilled + num_decoding, 1)
-        self._prefill_seconds += share * seconds
-        self._decode_seconds += (1.0 - share) * seconds
+        self._times.add(plan, num_decoding, begin)
         self.num_steps += 1
 
     def _give_rows(self, prefill: Prefill) -> None:

@@ -18,11 +18,13 @@ The budget is ``max_prefill_tokens`` where nobody would gain from small steps: i
 running, or if requests are computed again because the weights have changed.
 """
 
+import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from torchtitan.grpo.inference.embedded.request import Request
+from torchtitan.grpo.system import spans
 
 
 @dataclass(eq=False)
@@ -180,3 +182,23 @@ def padded_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
         else:
             batches.append([i])
     return batches
+
+
+class StepTimes:
+    """Seconds of prefill and of decoding. A step does both, and its time is divided by its tokens."""
+
+    def __init__(self) -> None:
+        self.seconds = (0.0, 0.0)
+        self._windows = spans.Merged("engine")
+
+    def add(self, plan: PrefillPlan, num_decoding: int, begin: float) -> None:
+        """Adds a step that began at ``begin``, on the monotonic clock, and ends now."""
+        end = time.monotonic()
+        num_prefilled = sum(prefill.stop - prefill.start for prefill in plan.prefills)
+        share = num_prefilled / max(num_prefilled + num_decoding, 1)
+        prefill, decode = self.seconds
+        self.seconds = prefill + share * (end - begin), decode + (1.0 - share) * (end - begin)
+        self._windows.add("prefill" if plan.prefills else "decode", begin, end)
+
+    def flush(self) -> None:
+        self._windows.flush()

@@ -23,6 +23,7 @@ from torchtitan.grpo.rollout.serving.requests import Sampling
 from torchtitan.grpo.rollout.serving.spare_slots import Places
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 from torchtitan.grpo.rollout.trajectory import Trajectory
+from torchtitan.grpo.system import spans
 from torchtitan.grpo.system.cores import usable_cores
 from torchtitan.grpo.types import Generation, Prompt
 from torchtitan.grpo.workers.owner import FailureLimit
@@ -118,7 +119,7 @@ class EpisodeWriter:
         codec: TextCodec,
         players: Players,
     ) -> None:
-        self._players = players
+        self._players, self._kind = players, "agent" if config.agent.is_used else "environment"
         self._settings = EpisodeSettings(
             places=places,
             sampling=sampling,
@@ -171,7 +172,8 @@ class EpisodeWriter:
         num_lost = 0
         while True:
             try:
-                whole = await self._episode(prompt, episode)
+                with spans.span("episodes", self._kind, group=prompt.group_id):
+                    whole = await self._episode(prompt, episode)
             except WorkerLost as error:
                 num_lost += 1
                 self._settings.counts["begun_again"] += 1

@@ -29,6 +29,7 @@ from torchtitan.grpo.rollout.lending.rates import Rates
 from torchtitan.grpo.rollout.lending.scheduler import Decision, LendScheduler, Lent, Moment
 from torchtitan.grpo.rollout.link_messages import DevicesWanted
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher, Server
+from torchtitan.grpo.system import spans
 from torchtitan.grpo.system.waits import wait_at_most
 from torchtitan.grpo.types import RolloutGroup
 
@@ -343,6 +344,8 @@ class Lender:
         now = self._clock()
         if self.lent is Lent.AWAKE:
             self._totals.lent_seconds += now - self._since
+        if self.lent is not Lent.NO:
+            spans.add("lending", self.lent.value, self._since, now)
         self.lent, self._since = lent, now
         (self._are_back.set if lent is Lent.NO else self._are_back.clear)()
 

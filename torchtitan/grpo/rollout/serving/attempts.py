@@ -19,6 +19,7 @@ from torchtitan.grpo.inference.client import ServerError
 from torchtitan.grpo.rollout.drops import DropLog
 from torchtitan.grpo.rollout.serving.requests import as_segment, check_generation, unknown_ids_in
 from torchtitan.grpo.rollout.serving.server_state import Job, Server
+from torchtitan.grpo.system import spans
 from torchtitan.grpo.types import GenerateRequest, Generation
 
 logger = logging.getLogger(__name__)
@@ -63,6 +64,15 @@ class Attempts:
         Cancelling this call cancels the request. Raises GivenBack if the server left READY, another
         ServerError if the request failed, and ServersFailing after too many failures in a row.
         """
+        begin, generation = time.monotonic(), None
+        try:
+            generation = await self._run(server, job, request)
+            return generation
+        finally:
+            if spans.is_on():
+                _add_span(server, job, begin, generation)
+
+    async def _run(self, server: Server, job: Job, request: GenerateRequest) -> Generation:
         attested = server.version
         if attested is None:
             raise GivenBack(f"{server.url} was lost before the request was sent")
@@ -205,3 +215,13 @@ class Attempts:
                 f"(rollout.max_consecutive_failures = {self._max_consecutive_failures}), "
                 f"the last on {server.url}: {error}"
             ) from error
+
+
+def _add_span(server: Server, job: Job, begin: float, generation: Generation | None) -> None:
+    facts: dict[str, object] = {"failed": True}
+    if generation is not None:
+        oldest, newest = (generation.segments[i].version for i in (0, -1))
+        facts = {"version": oldest, "newest_version": newest, "tokens": len(generation.token_ids)}
+    facts |= {"evaluation": True} if job.is_evaluation else {"group": job.group_id}
+    track = f"server {server.url.partition('://')[2]}"
+    spans.add(track, "generate", begin, time.monotonic(), **facts)
