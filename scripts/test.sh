@@ -81,6 +81,13 @@ lint() {
     ruff check . && ruff format --check .
 }
 
+# install_chromium: the tests of `torchtitan-grpo report` open its page in a browser.
+install_chromium() {
+    if command -v chromium >/dev/null || command -v chromium-browser >/dev/null; then return; fi
+    if [[ $EUID != 0 ]]; then die "Chromium is missing, and only root can install it: apt-get install chromium"; fi
+    apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium
+}
+
 # The tests are the same on every machine: they do not use a GPU.
 export CUDA_VISIBLE_DEVICES="" OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 # Python compiles the modules that are imported. Without this setting, pip would compile every module of each package.
@@ -94,6 +101,7 @@ if [[ -n "${PIP_FIND_LINKS-}" ]]; then export UV_FIND_LINKS="$PIP_FIND_LINKS"; f
 
 if [[ "$MODE" != --fast ]]; then beside servers install_servers; fi
 
+part "install Chromium" install_chromium
 part "install trainer" bash scripts/install.sh --cpu
 export PATH="$REPOSITORY/.venv/bin:$PATH"
 

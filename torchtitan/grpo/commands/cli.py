@@ -45,6 +45,9 @@ usage: torchtitan-grpo COMMAND ...
       run the other kinds.
   timeline RUN_FOLDER [-o FILE]
       Merge what a run with observe.timeline recorded into a trace for Perfetto.
+  report RUN [RUN ...] [-o FILE] [--steps FIRST-LAST] [--watch] [--json]
+      Write a page about a run, or one that compares runs: what to change,
+      curves, who waited, completions, settings. It needs no network.
   show FILE
       Print recorded rollouts (rollout.record) as JSON lines.
   verify --kind vllm --url http://host:port --run outputs/run --prompts X.jsonl
@@ -176,6 +179,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "evaluate": evaluate,
     "serve": serve,
     "timeline": _imported("observe.timeline", "timeline"),
+    "report": _imported("commands.report.command", "report"),
     "show": _imported("commands.show", "show"),
     "verify": lambda *of: importlib.import_module("torchtitan.grpo.commands.verify").main(*of),
     "check-gpu": check_gpu,

@@ -21,7 +21,7 @@ _LOGS = (
 )
 _WRITTEN = (
     *_LOGS,
-    *("summary.json*", "reward_curve.png", "rollout_process.log*"),
+    *("summary.json*", "reward_curve.png", "report.html", "rollout_process.log*"),
     *("hf/step-*", "peft/step-*", "rollouts/step-*.msgpack*", f"{STARTS_FOLDER}/[0-9]*"),
     *(f"{STARTS_FOLDER}/launch.json*", f"{WANDB_ID_FILE}[0-9]*"),
     *("servers/*.log*", "monitoring/*.json*", "evaluate/*", "timeline/*.jsonl", "timeline.json.gz"),

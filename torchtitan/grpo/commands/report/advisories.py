@@ -1,0 +1,170 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""What a run's numbers advise to change, with the figures that say so."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from torchtitan.grpo.commands.report.reading import Metrics
+from torchtitan.grpo.system.strict_json import finite
+
+_SETTINGS = {
+    "rewards": "reward.num_workers, reward.concurrency", "judge": "reward.judge.max_concurrent",
+    "teacher": "teacher.urls", "episodes": "rollout.environment_workers, agent.workers",
+    "no_server": "inference", "bound": "rollout.max_head_offpolicyness",
+}  # fmt: skip
+_OF_SERVERS = "rollout.max_concurrent_rollouts, rollout.max_head_offpolicyness, more servers"
+
+
+@dataclass(frozen=True)
+class Told:
+    """What advisories are drawn from. Means of what is not known are NaN, which no comparison holds for."""
+
+    metrics: Metrics
+    summary: Mapping[str, Any] = field(default_factory=dict)
+    values: Mapping[str, Any] = field(default_factory=dict)  # of the settings, by table and key
+
+    def setting(self, table: str, key: str) -> Any:
+        held = self.values.get(table)
+        return held.get(key) if isinstance(held, dict) else None
+
+    def early(self, key: str) -> float:
+        values = self.metrics.known(key)
+        return float(values[: max(1, len(values) // 5)].mean()) if len(values) else math.nan
+
+    def late(self, key: str) -> float:
+        """The mean over the last fifth of the steps."""
+        values = self.metrics.known(key)
+        return float(values[-max(1, len(values) // 5) :].mean()) if len(values) else math.nan
+
+    def most(self, key: str) -> float:
+        return float(self.metrics.known(key).max(initial=0.0))
+
+    def total(self, key: str) -> float:
+        return float(self.metrics.known(key).sum())
+
+    def late_of(self, pattern: str) -> dict[str, float]:
+        return {name: self.late(key) for name, key in self.metrics.matching(pattern).items()}
+
+
+def advisories(told: Told) -> list[dict[str, str]]:
+    """Returns what to change: causes of waiting first, largest first, then the table's rows."""
+    listed = told.summary.get("causes")
+    causes = [one for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
+    found = [
+        (f"waits for {c.get('cause')}", "waits", str(c.get("setting") or ""), str(c.get("text")))
+        for c in causes or _measured_causes(told)
+        if (finite(c.get("fraction")) or 0.0) >= 0.05
+    ]
+    found += [(*row[:3], text) for row in _TABLE if (text := row[3](told))]
+    return [dict(zip(("id", "chart", "change", "text"), one, strict=True)) for one in found]
+
+
+def _measured_causes(told: Told) -> Iterator[dict[str, Any]]:
+    """The causes of a run that has no summary yet, or one of an earlier release."""
+    metrics = told.metrics
+    whole = told.total("wall/total_seconds") or told.total("time/step_seconds")
+    waits = {k: told.total(v) for k, v in metrics.matching(r"wait/(.+)_seconds").items()}
+    if not waits:
+        for name in ("rewards", "episodes"):
+            each = metrics.column(f"rollout/wait_{name}_fraction")
+            each = each * metrics.column("time/step_seconds")
+            waits[name] = float(each[np.isfinite(each)].sum())
+        waits["generation"] = told.total("time/wait_data_seconds") - sum(waits.values())
+    for name, seconds in sorted(waits.items(), key=lambda item: -item[1]):
+        part, words = seconds / (whole or math.inf), name.replace("_", " ")
+        text = f"{part:.0%} of the time ({seconds:.0f} s), the trainer waited; cause: {words}."
+        setting = _SETTINGS.get(name, _OF_SERVERS)
+        yield {"cause": words, "fraction": part, "text": text, "setting": setting}
+
+
+def _stale(told: Told) -> str:
+    bound = finite(told.setting("rollout", "max_head_offpolicyness"))
+    age, most = told.late("staleness/mean_steps"), told.most("staleness/max_steps")
+    is_stale = age >= 2 or (bound is not None and most > bound)
+    return f"Samples are {age:.1f} batches old on average, at most {most:g}." if is_stale else ""
+
+
+def _behind(told: Told) -> str:
+    lags = told.late_of(r"weight_sync/(server\d+)/lag")
+    versions, newest = told.late_of(r"servers/(.+)/version"), told.late("policy_version")
+    lags |= {name: newest - version for name, version in versions.items()}
+    return _each("{} is {:.1f} versions behind", {k: v for k, v in lags.items() if v > 2})
+
+
+def _slow(told: Told) -> str:
+    speeds = {n: s for n, s in told.late_of(r"servers/(.+)/token_seconds").items() if s > 0}
+    usual = float(np.median(sorted(speeds.values())[: (len(speeds) + 1) // 2])) if speeds else 0.0
+    slow = {name: s / usual for name, s in speeds.items() if s > 1.5 * usual}
+    return _each("{} takes {:.1f} times as long for a token as others", slow)
+
+
+def _each(form: str, values: Mapping[str, float]) -> str:
+    return "; ".join(form.format(*one) for one in values.items()) + ("." if values else "")
+
+
+def _no_gradient(told: Told) -> str:
+    norms, tokens = told.metrics.column("grad_norm"), told.metrics.column("data/trained_tokens")
+    steps = np.array(told.metrics.steps)[(norms == 0) | np.isinf(norms) | (tokens == 0)]
+    skipped = told.most("guards/skipped")
+    first = f", the first is step {steps[0]}" if len(steps) else ""
+    text = f"Steps without a gradient: {len(steps)}{first}. Guards skipped {skipped:g}."
+    return text if first or skipped else ""
+
+
+def _collapsed(told: Told) -> str:
+    length = "rollout/completion_tokens_mean"
+    before, after = told.early("reward/mean"), told.late("reward/mean")
+    long, short = told.early(length), told.late(length)
+    if not (after > before and short < 0.5 * long):
+        return ""
+    return (
+        f"The reward rose from {before:.3g} to {after:.3g} while completions shrank from {long:.0f} "
+        f"to {short:.0f} tokens. The policy may exploit the reward: read its last completions."
+    )
+
+
+def _unscored(told: Told) -> str:
+    part = told.late("rollout/unscored_fraction")
+    counts = told.metrics.matching(r"rollout/unscored_by_(policy|service|function)")
+    causes = _each("{1:.0f} by the {0}", {n: told.total(key) for n, key in counts.items()})
+    return (
+        f"{part:.1%} of the last completions have no reward. In all: {causes}"
+        if part > 0.02
+        else ""
+    )
+
+
+_TABLE: tuple[tuple[str, str, str, Callable[[Told], str]], ...] = (
+    ("equal rewards", "equal", "rollout.dynamic_sampling, grpo.group_size, prompts",
+     lambda told: f"In {part:.0%} of the last groups all rewards are equal: nothing is learned from them."
+     if (part := told.late("reward/equal_groups_fraction")) > 0.5 else ""),
+    ("stale samples", "staleness", "rollout.max_head_offpolicyness", _stale),
+    ("cut completions", "cut", "rollout.max_new_tokens with training.seq_len",
+     lambda told: f"{part:.0%} of the last completions were cut at the longest length."
+     if (part := told.late("rollout/length_fraction")) > 0.1 else ""),
+    ("server behind", "lanes", "weight_sync.bucket_bytes, the server's network", _behind),
+    ("slow server", "lanes", "the server's devices, and what else runs on them", _slow),
+    ("KV cache full", "lanes", "rollout.max_concurrent_rollouts, memory of servers",
+     lambda told: _each("{} has {:.0%} of its KV cache in use", {
+         name: part for name, part in told.late_of(r"servers/(.+)/kv_use").items() if part >= 0.95})),
+    ("no gradient", "gradient", "optimizer.lr, reward.functions, guards", _no_gradient),
+    ("length collapse", "length", "reward.functions, reward.weights", _collapsed),
+    ("unscored", "dropped", "reward.unscorable_value, reward.functions, the judge", _unscored),
+    ("mismatch", "mismatch", "dtype and sampling of servers, grpo.mismatch_correction",
+     lambda told: f"Trainer and servers differ by {kl:.3g} nats a token; below 0.03 is healthy."
+     if (kl := told.late("mismatch/kl")) > 0.03 else ""),
+    ("entropy collapse", "entropy", "grpo.entropy_coef, grpo.clip_high, optimizer.lr",
+     lambda told: f"Entropy fell from {before:.3g} to {after:.3g} nats a token: exploration has ended."
+     if (after := told.late("policy/entropy")) < min(0.05, 0.2 * (before := told.early("policy/entropy")))
+     else ""),
+    ("failed pushes", "pushes", "servers' logs, weight_sync",
+     lambda told: f"Servers were lost to pushes {failed:g} times, and at most {lost:g} at a time."
+     if (failed := told.most("weight_sync/failures")) + (lost := told.most("weight_sync/lost_servers"))
+     else ""),
+)  # fmt: skip
