@@ -45,7 +45,7 @@ _CAUSES = {
     ),
     "slow_server": _Cause(
         "the server {slow}, which takes {slow_factor:.1f} times as long for a token as the others",
-        "look at its log and its device, or leave it out", ("inference.urls",),
+        "look at its log and its device, or leave it out of", ("inference.urls",),
     ),
     "stalled_server": _Cause(
         "the server {lost}, which had stopped to answer", "look at its log; lower", ("rollout.request_timeout_seconds",),
@@ -65,8 +65,8 @@ _CAUSES = {
         "environments or agents", "make them faster, or raise", ("rollout.environment_workers", "agent.workers"),
     ),
     "rollouts": _Cause("messages of the rollout process", "lower", ("grpo.prompts_per_step",)),
-    "plan": _Cause("plans of steps and for their rows to reach the ranks", "set", ("prompts.single_rank_load",)),
-    "fence": _Cause("the copy of the last weights", "push less often, or to host memory", ("weight_sync.dtype",)),
+    "plan": _Cause("plans of steps and for their rows to reach the ranks", "do without", ("prompts.single_rank_load",)),
+    "fence": _Cause("the copy of the last weights", "make it smaller with", ("weight_sync.dtype",)),
     "push": _Cause("servers to take new weights", "push in the background with", ("grpo.async_weight_update",)),
     "publish": _Cause("the start of pushes", "lower", ("observe.samples_per_step", "weight_sync.attest_every")),
     "ranks": _Cause(
@@ -74,8 +74,10 @@ _CAUSES = {
         "look at its device and host, or at",
         ("prompts.balance_batch",),
     ),
-    "checkpoint": _Cause("checkpoints", "write them beside training, or less often", ("checkpoint.async_mode", "checkpoint.interval")),
-    "evaluation": _Cause("evaluations", "raise", ("evaluation.interval", "evaluation.num_prompts")),
+    "checkpoint": _Cause("checkpoints", "write them beside training, or less often, with", ("checkpoint.async_mode", "checkpoint.interval")),
+    "evaluation": _Cause(
+        "evaluations", "evaluate less often, or fewer prompts, with", ("evaluation.interval", "evaluation.num_prompts"),
+    ),
     "export": _Cause("exports of the model", "raise", ("grpo.hf_export_interval",)),
     "training": _Cause(
         "the trainer: servers could start nothing new", "give training more devices, or raise",
@@ -83,6 +85,13 @@ _CAUSES = {
     ),
     "other": _Cause("everything else, such as metrics and plans", "lower", ("observe.samples_per_step",)),
 }  # fmt: skip
+_BUBBLES = _Cause(
+    "other stages of the pipeline, although no rank is slow", "use another schedule, or larger batches, with",
+    ("parallelism.pipeline_parallel_schedule", "grpo.prompts_per_step"),
+)  # fmt: skip
+_UNEVEN = _Cause(
+    "other ranks, none of which is slow in most steps", "look at", ("prompts.balance_batch",)
+)
 
 
 class WhoWaits:
@@ -141,9 +150,10 @@ class WhoWaits:
 
     def _cause(self, cause: str, seconds: float, fraction: float) -> dict[str, Any]:
         row = _CAUSES.get(cause, _CAUSES["other"])
-        what = row.what.format(**self._figures())
         if cause == "ranks" and self._median_factor() < 1.1:
-            what = "other ranks, none of which is slow"
+            is_pipeline = self._config.parallelism.pipeline_parallel_degree > 1
+            row = _BUBBLES if is_pipeline else _UNEVEN
+        what = row.what.format(**self._figures())
         text = f"{fraction:.0%} of the time of the steps waited for {what}"
         setting = row.settings[0] if row.settings else None
         if setting is not None:

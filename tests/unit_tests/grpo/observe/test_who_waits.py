@@ -61,7 +61,7 @@ def test_values_are_those_of_the_run_and_lists_are_left_out():
     judge, slow = waits.causes()
     assert judge["text"].endswith("raise reward.judge.max_concurrent (now 5).")
     assert (
-        slow["text"].endswith("leave it out inference.urls.")
+        slow["text"].endswith("leave it out of inference.urls.")
         and slow["setting"] == "inference.urls"
     )
 
@@ -135,7 +135,7 @@ def test_the_slow_server_is_named_with_its_factor():
 
 @pytest.mark.parametrize(
     ("factors", "said"),
-    [([1.02, 2.0, 1.04], "other ranks, none of which is slow"), ([2.0, 3.0, 1.5], "rank 3 took 2.0 times")],
+    [([1.02, 2.0, 1.04], "other ranks, none of which is slow in most steps; look at prompts.balance_batch"), ([2.0, 3.0, 1.5], "rank 3 took 2.0 times")],
 )  # fmt: skip
 def test_the_rank_that_was_slowest_most_often_is_named_if_it_is_slow(
     factors: list[float], said: str
@@ -145,6 +145,18 @@ def test_the_rank_that_was_slowest_most_often_is_named_if_it_is_slow(
         for rank, factor in zip((3.0, 1.0, 3.0), factors, strict=True)
     ]
     assert said in waits_of(*records).causes()[0]["text"]
+
+
+def test_a_pipeline_whose_ranks_are_alike_waits_for_its_stages():
+    config = JobConfig()
+    config.parallelism.pipeline_parallel_degree = 2
+    waits = WhoWaits(config)
+    waits.add(step(forward=1.0, ranks=1.0) | {"ranks/slowest": 1.0, "ranks/slowest_factor": 1.01})
+    (stages,) = waits.causes()
+    assert (stages["cause"], stages["setting"]) == (
+        "ranks", "parallelism.pipeline_parallel_schedule",
+    )  # fmt: skip
+    assert "although no rank is slow" in stages["text"]
 
 
 def test_phases_divide_the_time_without_a_rest():
