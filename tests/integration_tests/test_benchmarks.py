@@ -61,6 +61,15 @@ def load(monkeypatch: pytest.MonkeyPatch):
     return module
 
 
+def test_the_time_of_a_run_is_accounted_for_and_a_planted_wait_is_named() -> None:
+    figures = run("who_waits", "--only", "asynchronous", "checkpoints", "rewards", "bound")
+    for name in ("asynchronous", "checkpoints"):
+        assert abs(figures[name]["gap"]) < 0.01 > figures[name]["server_gap"]
+    for cause in ("rewards", "bound"):
+        assert figures[cause]["named"] == cause
+        assert figures[cause]["share_changed"] < figures[cause]["share"]
+
+
 @pytest.mark.parametrize(("choice", "num_layouts"), [("--quick", 6), long("--all", 215)])
 def test_servers_hold_what_an_export_holds(choice: str, num_layouts: int) -> None:
     figures = run("push_exactness", choice)

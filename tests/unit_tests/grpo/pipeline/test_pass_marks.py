@@ -77,14 +77,13 @@ def test_blocks_that_are_computed_again_in_the_backward_pass_are_watched_once(no
     assert (now[0], marks.take().own) == (2.0, 1.0)
 
 
-def test_own_time_of_blocks_that_are_compiled_or_wrapped_is_watched(now, marks):
-    wrapped = nn.Sequential(Spends(now, 3.0))
-    marks.watch([wrapped])
-    compiled = torch.compile(wrapped, backend="eager")
-    with marks.watching(), torch.no_grad():
-        compiled(torch.ones(2))
-    # The stand-in's clock is traced, and the real one is not: what counts is that a begin has its end.
-    assert marks._begun is None
+def test_compiled_blocks_are_watched():
+    marks = PassMarks(torch.device("cpu"))
+    block = torch.compile(nn.Linear(2, 2), backend="eager", fullgraph=True)
+    marks.watch([block])  # pyright: ignore[reportArgumentType]
+    with marks.watching():
+        block(torch.ones(2))
+    assert marks.take().own > 0
 
 
 def test_one_rank_waits_for_no_other():
