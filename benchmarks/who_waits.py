@@ -53,6 +53,9 @@ def stand_still(world: World) -> None:
 
 EVALUATED = {"evaluation.path": TASK / "heldout.jsonl", "evaluation.num_prompts": 16}
 EPISODES = {"rollout.max_turns": 2, "rollout.environment": f"{CODE}:Digits"}
+SUPERVISED = {
+    "sft.path": TASK / "train.jsonl", "sft.completion_column": "answer", "rollout.temperature": 1.0,
+}  # fmt: skip
 QUICK = {"grpo.policy_loss_options.seconds": 0.05}  # for a loss that is called several times a step
 KINDS = {
     "asynchronous": Case({"training.steps": 24}, num_servers=2),
@@ -70,6 +73,7 @@ KINDS = {
     "lost server": Case({"training.steps": 24}, num_servers=2, disturb=lose_and_restart),
     "streamed parts": Case({"rollout.stream": "true"}),
     "minibatches": Case({"grpo.num_minibatches": 4, **QUICK}, num_ranks=2),
+    "supervised": Case({**SUPERVISED, "training.steps": 40}),
     "checkpoints": Case({"checkpoint.enable": "true", "checkpoint.interval": 3}),
 }  # fmt: skip
 

@@ -37,7 +37,7 @@ class _Cause(NamedTuple):
 _CAUSES = {
     "generation": _Cause("rollouts that all servers were generating", "add servers", ("inference.num_servers",)),
     "concurrency": _Cause(
-        "rollouts, although {idle} of {servers} servers had no requests", "raise", ("rollout.max_concurrent_rollouts",),
+        "rollouts, although servers had no requests for {idle:.0%} of the time", "raise", ("rollout.max_concurrent_rollouts",),
     ),
     "tail": _Cause(
         "the last quarter of a batch's completions, the longest ones", "raise",
@@ -183,8 +183,7 @@ class WhoWaits:
         rest = sorted(v for url, v in seconds.items() if url != slow and v > 0)
         lost = {url: of.get("lost", 0.0) for url, of in shares.items()}
         return {
-            "servers": len(shares),
-            "idle": round(sum(of.get("idle", 0.0) for of in shares.values())),
+            "idle": sum(of.get("idle", 0.0) for of in shares.values()) / max(len(shares), 1),
             "slow": slow,
             "slow_factor": seconds[slow] / rest[len(rest) // 2] if rest else 1.0,
             "lost": max(lost, key=lost.__getitem__, default="?"),

@@ -126,6 +126,15 @@ def test_servers_shares_are_weighted_by_the_steps_time_and_add_up_to_1():
     assert f"the server {B}, which had stopped" in waits.causes()[0]["text"]
 
 
+def test_a_limit_of_completions_says_how_long_servers_had_no_requests():
+    shares = {f"servers/{A}/generating_fraction": 1.0, f"servers/{B}/idle_fraction": 0.5}
+    shares |= {f"servers/{B}/generating_fraction": 0.5}
+    (limit,) = waits_of(step({"concurrency": 1.0}) | shares).causes()
+    assert (
+        "although servers had no requests for 25% of the time; raise rollout.max" in limit["text"]
+    )
+
+
 def test_the_slow_server_is_named_with_its_factor():
     speeds = {f"servers/{A}/token_seconds": 0.01, f"servers/{B}/token_seconds": 0.04}
     shares = {f"servers/{url}/generating_fraction": 1.0 for url in (A, B)}
