@@ -16,13 +16,15 @@ While the trainer waits, its time has one of these causes at every moment, the f
     concurrency     a server has no requests, but rollout.max_concurrent_rollouts is reached
     generation      anything else
 
-If groups may not start while the trainer is busy, this delays the next batch by at most the same
-time. That part of the wait for generation, its tail included, is counted as ``bound``
+If groups may not start while the trainer is busy, this delays a later batch by at most the same time:
+one of the next ``rollout.max_head_offpolicyness + 1`` batches, in which they could have been trained.
+That part of the wait for generation, its tail included, is counted as ``bound``
 (``rollout.max_head_offpolicyness``) or ``buffer`` (``rollout.buffer_size_limit``).
 """
 
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from torchtitan.grpo.rollout.admission import Admission
@@ -50,6 +52,8 @@ class RolloutWaits:
         self._admission, self._dispatcher, self._judge = admission, dispatcher, judge
         self._look_at = 0.0
         self._wait, self._held, self._idle = (CauseClock(now=now) for _ in range(3))
+        # For each of the last batches, the seconds that have not explained a wait yet.
+        self._late = deque[dict[str, float]](maxlen=admission.max_staleness + 1)
 
     def note(self, awaited: Sequence[RunningGroup] | None) -> None:
         """Notes what is waited for now. ``awaited`` are the running groups that the next batch lacks.
@@ -73,10 +77,11 @@ class RolloutWaits:
         shares = {"rollout/idle_fraction": _share(self._idle.take(), "idle")}
         held = self._held.take()
         shares["rollout/wait_trainer_fraction"] = _share(held, "bound", "buffer")
-        for cause in ("bound", "buffer"):
-            left = held.get(cause, 0.0)
-            for source in ("generation", "concurrency", "tail"):
-                left = self._wait.move(left, source, cause)
+        self._late.append(held)
+        for late in self._late:
+            for cause in ("bound", "buffer"):
+                for source in ("generation", "concurrency", "tail"):
+                    late[cause] = self._wait.move(late.get(cause, 0.0), source, cause)
         waits = self._wait.take()
         rewards = _share(waits, "rewards", "teacher")
         shares["rollout/wait_rewards_fraction"] = rewards
