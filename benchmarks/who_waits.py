@@ -128,11 +128,11 @@ CAUSES = {
     "episodes": Planted(
         Case(
             {
-                **EPISODES, "rollout.environment_options.seconds": 0.6, "training.steps": 8,
+                **EPISODES, "rollout.environment_options.seconds": 0.04, "training.steps": 8,
                 "reward.functions": "environment",
             }, stubs=TWO,
         ),
-        "rollout.environment_workers",
+        "rollout.environment_workers", {"rollout.environment_workers": 4},
     ),
     "checkpoint": Planted(
         Case(SAVED, stubs=TWO, slow={"fsync_seconds": 0.3}),

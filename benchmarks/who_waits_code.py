@@ -3,6 +3,7 @@
 
 """The user's code in the runs of `who_waits.py`: a reward, an environment, and an agent."""
 
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +19,12 @@ def slow_reward(completions: Sequence[str], **_: Any) -> list[float]:
 
 
 class Digits(Environment):
-    """Answers the first turn with a digit after ``seconds``, and ends with the second one."""
+    """Answers the first turn with a digit, and ends with the second one.
+
+    Each step takes ``seconds``, in which no other episode of the worker makes a step.
+    """
+
+    _step = threading.Lock()
 
     def __init__(self, seconds: float = 0.0) -> None:
         self._seconds, self._num_turns = seconds, 0
@@ -27,7 +33,8 @@ class Digits(Environment):
         self._num_turns = 0
 
     async def step(self, text: str, token_ids: Sequence[int]) -> Observation:
-        time.sleep(self._seconds)
+        with self._step:
+            time.sleep(self._seconds)
         self._num_turns += 1
         if self._num_turns == 1:
             return Observation(text="1")

@@ -8,7 +8,7 @@ While the trainer waits, its time has one of these causes at every moment, the f
     rewards         all groups that the batch lacks are written, and are being scored
     teacher         the same, but they are being rated by a teacher
     no_server       no server is ready
-    episodes        all completions in flight are with environments or agents
+    episodes        environments or agents hold completions, and no server generates any of the batch
     bound, buffer   nothing of the batch is being generated, because no group may start
     stalled_server  all servers that generate for the batch have stopped to answer
     slow_server     they are much slower than the others
@@ -108,17 +108,22 @@ class RolloutWaits:
             return "rewards" if self._judge.is_scoring else "teacher"
         if not ready:
             return "no_server"
-        if awaited and 0 < dispatcher.in_flight == dispatcher.num_held:
+        ids = {group.prompt.group_id for group in awaited}
+        holders = [s for s in ready if any(job.group_id in ids for job in s.jobs)]
+        if awaited and dispatcher.num_held and not holders:
             return "episodes"
         if not awaited and held:
             return held
-        return self._cause_in_generation(awaited, ready, are_all=are_all)
+        return self._cause_in_generation(awaited, ready, holders, are_all=are_all)
 
     def _cause_in_generation(
-        self, awaited: Sequence[RunningGroup], ready: Sequence[Server], *, are_all: bool
+        self,
+        awaited: Sequence[RunningGroup],
+        ready: Sequence[Server],
+        holders: Sequence[Server],
+        *,
+        are_all: bool,
     ) -> str:
-        ids = {group.prompt.group_id for group in awaited}
-        holders = [s for s in ready if any(job.group_id in ids for job in s.jobs)]
         if holders and all(server.is_silent for server in holders):
             return "stalled_server"
         if holders and _are_slow(holders, ready):

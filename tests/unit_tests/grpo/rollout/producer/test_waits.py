@@ -138,9 +138,16 @@ def test_no_server(scene: Scene):
     assert scene.causes() == {"no_server": 1.0}
 
 
-def test_episodes_that_hold_all_places(scene: Scene):
+def test_episodes_that_hold_what_the_batch_lacks(scene: Scene):
     scene.start(GROUPS_PER_BATCH, 0, 1)
-    scene.dispatcher.num_held = scene.dispatcher.in_flight
+    scene.dispatcher.num_held = 1
+    scene.wait()
+    assert scene.causes() == {"generation": 1.0}
+    for server in scene.servers:
+        for job in list(server.jobs):
+            server.end_job(job)
+        server.begin_job(10.0, is_held=True)
+    server.begin_job(10.0, 77)  # of a later batch
     scene.wait()
     assert scene.causes() == {"episodes": 1.0}
 
