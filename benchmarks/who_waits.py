@@ -47,7 +47,7 @@ def lose_and_restart(world: World) -> None:
 
 
 def stand_still(world: World) -> None:
-    if world.wait_for_step(3):
+    if world.wait_for_step(3) and world.wait_for_requests(1):
         pause(world, 1, 9.0)
 
 
@@ -93,7 +93,7 @@ class Planted:
 
 
 TWO, SYNCHRONOUS = (Stub(), Stub()), {"rollout.max_head_offpolicyness": 0}
-SAVED = {"checkpoint.enable": "true", "checkpoint.interval": 1}
+SAVED = {"checkpoint.enable": "true", "checkpoint.interval": 4}
 CAUSES = {
     "rewards": Planted(
         Case({"reward.functions": f"{CODE}:slow_reward", "training.steps": 10}, stubs=TWO),
@@ -139,7 +139,7 @@ CAUSES = {
         "checkpoint.async_mode", {"checkpoint.async_mode": "async"},
     ),
     "stalled_server": Planted(
-        Case({"training.steps": 12}, stubs=TWO, disturb=stand_still),
+        Case({**SYNCHRONOUS, "training.steps": 10}, stubs=TWO, disturb=stand_still),
         "rollout.request_timeout_seconds", {"rollout.request_timeout_seconds": 3},
     ),
     "ranks": Planted(

@@ -3,6 +3,7 @@
 
 """Runs the trainer and servers for `who_waits.py`, disturbs them, and reads what the run has left."""
 
+import asyncio
 import json
 import os
 import signal
@@ -19,7 +20,7 @@ from typing import Any
 from disturbed_servers import wait_for_server
 from ranks import fork_server
 
-from torchtitan.grpo.inference.kinds import ServerSpec
+from torchtitan.grpo.inference.kinds import ServerSpec, make_client
 from torchtitan.grpo.inference.local_servers import HeldPorts, LaunchedServer
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -77,6 +78,13 @@ class World:
         """Returns True once the step is recorded, and False if the run ends before."""
         while not self.ended.wait(0.02):
             if len(records_of(self.folder)) >= step:
+                return True
+        return False
+
+    def wait_for_requests(self, index: int) -> bool:
+        """Returns True once the server generates several completions, and False if the run ends before."""
+        while not self.ended.wait(0.02):
+            if asyncio.run(_num_running(self.servers[index])) > 2:
                 return True
         return False
 
@@ -210,6 +218,14 @@ def start_stub(spec: ServerSpec, stub: Stub, log: Path) -> LaunchedServer:
             output=output,
         )
     return LaunchedServer(spec, process, log)
+
+
+async def _num_running(server: LaunchedServer) -> int:
+    client = make_client(server.kind, server.url, control_timeout_seconds=5.0)
+    try:
+        return (await client.load()).running
+    finally:
+        await client.close()
 
 
 def pause(world: World, index: int, seconds: float) -> None:

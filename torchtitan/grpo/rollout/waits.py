@@ -76,7 +76,7 @@ class RolloutWaits:
         """Returns metrics since the last call. With ``mostly_judge``, a judge took most time of the scoring."""
         shares = {"rollout/idle_fraction": _share(self._idle.take(), "idle")}
         held = self._held.take()
-        shares["rollout/wait_trainer_fraction"] = _share(held, "bound", "buffer")
+        shares["rollout/wait_trainer_fraction"] = _share(held, "bound", "buffer", "partly")
         self._late.append(held)
         for late in self._late:
             for cause in ("bound", "buffer"):
@@ -92,13 +92,16 @@ class RolloutWaits:
         return shares | {f"wait/{cause}_seconds": s for cause, s in waits.items() if s > 0}
 
     def _held_by(self, ready: Sequence[Server], in_flight: int) -> str:
-        """Returns what keeps groups from starting on a server with room; empty if nothing does."""
-        reasons = (
+        """Returns what keeps groups from starting on a server with room; empty if nothing does.
+
+        It is ``partly`` if it keeps them only from some servers, such as those that lack new weights.
+        """
+        reasons = [
             self._admission.waits_for_trainer(server.version, in_flight)
             for server in ready
             if server.version is not None
-        )
-        return next(filter(None, reasons), "")
+        ]
+        return next(filter(None, reasons), "") if all(reasons) else "partly" if any(reasons) else ""
 
     def _cause(self, awaited: Sequence[RunningGroup], ready: Sequence[Server], held: str) -> str:
         dispatcher = self._dispatcher
@@ -112,7 +115,7 @@ class RolloutWaits:
         holders = [s for s in ready if any(job.group_id in ids for job in s.jobs)]
         if awaited and dispatcher.num_held and not holders:
             return "episodes"
-        if not awaited and held:
+        if not awaited and held in ("bound", "buffer"):
             return held
         return self._cause_in_generation(awaited, ready, holders, are_all=are_all)
 

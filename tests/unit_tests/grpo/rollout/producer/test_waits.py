@@ -197,6 +197,22 @@ def test_a_wait_beyond_the_time_that_was_held_is_for_generation(
     assert scene.causes() == {cause: 0.5, "generation": 1.5}
 
 
+def test_a_server_that_lacks_new_weights_keeps_no_group_from_starting_on_another(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    scene = Scene(monkeypatch, max_head_offpolicyness=0)
+    scene.start(GROUPS_PER_BATCH, 0, 1)
+    scene.finish()
+    scene.admission.take_batch()
+    scene.servers[0].attest(1)
+    scene.train(3.0)
+    scene.start(GROUPS_PER_BATCH, 0)
+    scene.wait()
+    metrics = scene.waits.take(mostly_judge=False)
+    assert metrics["rollout/wait_trainer_fraction"] == 0.75  # one server has room
+    assert metrics["wait/generation_seconds"] == 1.0
+
+
 def test_a_push_that_the_next_groups_need(monkeypatch: pytest.MonkeyPatch):
     """The trainer asks, and no server has weights that are new enough to start anything."""
     scene = Scene(monkeypatch, max_head_offpolicyness=0)
