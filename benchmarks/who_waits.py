@@ -119,8 +119,8 @@ CAUSES = {
         Case(
             {
                 "rollout.max_head_offpolicyness": 8, "rollout.buffer_size_limit": 32,
-                "rollout.max_concurrent_rollouts": 8, "training.steps": 24,
-                "grpo.policy_loss_options.seconds": 6.0, "grpo.policy_loss_options.every": 6,
+                "rollout.max_concurrent_rollouts": 8, "training.steps": 20,
+                "grpo.policy_loss_options.seconds": 4.0, "grpo.policy_loss_options.every": 5,
             }, stubs=TWO,
         ),
         "rollout.buffer_size_limit", {"rollout.buffer_size_limit": 256},
