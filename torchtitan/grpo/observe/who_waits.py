@@ -85,6 +85,11 @@ _CAUSES = {
     ),
     "other": _Cause("everything else, such as metrics and plans", "lower", ("observe.samples_per_step",)),
 }  # fmt: skip
+_READING = _Cause("the next examples or recorded rollouts", "", ())
+_STAGE = _Cause(
+    _CAUSES["ranks"].what, "look at its device and host, or at the layers of its stages in",
+    ("parallelism.module_fqns_per_model_part",),
+)  # fmt: skip
 _BUBBLES = _Cause(
     "other stages of the pipeline, although no rank is slow", "use another schedule, or larger batches, with",
     ("parallelism.pipeline_parallel_schedule", "grpo.prompts_per_step"),
@@ -149,10 +154,7 @@ class WhoWaits:
         return [self._cause(k, v, v / steps) for k, v in found if v >= _LEAST * steps]
 
     def _cause(self, cause: str, seconds: float, fraction: float) -> dict[str, Any]:
-        row = _CAUSES.get(cause, _CAUSES["other"])
-        if cause == "ranks" and self._median_factor() < 1.1:
-            is_pipeline = self._config.parallelism.pipeline_parallel_degree > 1
-            row = _BUBBLES if is_pipeline else _UNEVEN
+        row = self._row(cause)
         what = row.what.format(**self._figures())
         text = f"{fraction:.0%} of the time of the steps waited for {what}"
         setting = row.settings[0] if row.settings else None
@@ -167,6 +169,16 @@ class WhoWaits:
             "text": f"{text}.",
             "setting": setting,
         }
+
+    def _row(self, cause: str) -> _Cause:
+        if cause == "rollouts" and not self._config.has_servers:
+            return _READING
+        if cause == "ranks":
+            is_slow = self._median_factor() >= 1.1
+            if self._config.parallelism.pipeline_parallel_degree > 1:
+                return _STAGE if is_slow else _BUBBLES
+            return _CAUSES["ranks"] if is_slow else _UNEVEN
+        return _CAUSES.get(cause, _CAUSES["other"])
 
     def _named(self, setting: str) -> str:
         value: Any = self._config

@@ -156,16 +156,32 @@ def test_the_rank_that_was_slowest_most_often_is_named_if_it_is_slow(
     assert said in waits_of(*records).causes()[0]["text"]
 
 
-def test_a_pipeline_whose_ranks_are_alike_waits_for_its_stages():
+@pytest.mark.parametrize(
+    ("factor", "setting", "said"),
+    [
+        (1.01, "pipeline_parallel_schedule", "although no rank is slow"),
+        (1.5, "module_fqns_per_model_part", "rank 1 took 1.5 times as long"),
+    ],
+)
+def test_ranks_of_a_pipeline_wait_in_its_gaps_or_for_the_stage_with_the_most_work(
+    factor: float, setting: str, said: str
+):
     config = JobConfig()
     config.parallelism.pipeline_parallel_degree = 2
     waits = WhoWaits(config)
-    waits.add(step(forward=1.0, ranks=1.0) | {"ranks/slowest": 1.0, "ranks/slowest_factor": 1.01})
+    waits.add(step(forward=1.0, ranks=1.0) | {"ranks/slowest": 1.0, "ranks/slowest_factor": factor})
     (stages,) = waits.causes()
-    assert (stages["cause"], stages["setting"]) == (
-        "ranks", "parallelism.pipeline_parallel_schedule",
-    )  # fmt: skip
-    assert "although no rank is slow" in stages["text"]
+    assert (stages["cause"], stages["setting"]) == ("ranks", f"parallelism.{setting}")
+    assert said in stages["text"]
+
+
+def test_a_run_without_servers_waits_for_no_rollout_process():
+    config = JobConfig()
+    config.sft.path = "examples.jsonl"
+    waits = WhoWaits(config)
+    waits.add(step(forward=1.0, rollouts=1.0))
+    text = "50% of the time of the steps waited for the next examples or recorded rollouts."
+    assert [(c["text"], c["setting"]) for c in waits.causes()] == [(text, None)]
 
 
 def test_phases_divide_the_time_without_a_rest():
