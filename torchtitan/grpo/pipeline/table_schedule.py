@@ -307,7 +307,7 @@ class TableSchedule(_PipelineScheduleRuntime):
         other = self._beside
         loss = other._loss_fn if other and stage in other.stages else self._loss_fn
         if loss is not None:
-            with timed(stage.stage_index, "F", None, stage.marks):
+            with timed(stage.stage_index, "F", microbatch, None, stage.marks):
                 self._losses[stage.stage_index, microbatch] = loss(output, targets[microbatch])
 
     def _maybe_get_loss(self, stage: Any, microbatch: int) -> torch.Tensor | None:
