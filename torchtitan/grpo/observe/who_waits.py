@@ -64,6 +64,7 @@ _CAUSES = {
     "episodes": _Cause(
         "environments or agents", "make them faster, or raise", ("rollout.environment_workers", "agent.workers"),
     ),
+    "lend": _Cause("lent servers to sleep, so that training has its devices", ""),
     "rollouts": _Cause("messages of the rollout process", "lower", ("grpo.prompts_per_step",)),
     "plan": _Cause("plans of steps and for their rows to reach the ranks", "do without", ("prompts.single_rank_load",)),
     "fence": _Cause("the copy of the last weights", "make it smaller with", ("weight_sync.dtype",)),

@@ -12,7 +12,7 @@ from torchtitan.grpo.observe.who_waits import _CAUSES, WhoWaits
 A, B = "10.0.0.1:80", "10.0.0.2:80"
 OF_ROLLOUTS = {
     *("generation", "concurrency", "tail", "slow_server", "stalled_server", "no_server"),
-    *("bound", "buffer", "rewards", "judge", "teacher", "episodes"),
+    *("bound", "buffer", "rewards", "judge", "teacher", "episodes", "lend"),
 }
 
 
@@ -46,7 +46,7 @@ def test_every_cause_is_a_sentence_that_names_its_settings_and_the_value_of_each
     expected = (cause, 0.9) if cause == "training" else (cause, 0.75)
     assert (found["cause"], found["fraction"]) == expected
     row = _CAUSES.get(cause, _CAUSES["other"])
-    assert found["setting"] == row.settings[0]
+    assert found["setting"] == next(iter(row.settings), None)
     text = found["text"]
     assert text.startswith(f"{expected[1]:.0%} of the time of the steps waited for ")
     assert text.endswith(".") and "{" not in text

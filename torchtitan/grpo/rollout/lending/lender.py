@@ -359,6 +359,7 @@ def _metrics(totals: _Totals, lent_fraction: float) -> dict[str, float]:
     return {
         "lend/lent_seconds": totals.lent_seconds,
         "lend/late_seconds": totals.late_seconds,
+        "wait/lend_seconds": totals.late_seconds,
         "lend/wake_seconds": totals.wake_seconds,
         "lend/sleep_seconds": totals.sleep_seconds,
         "lend/wakes": float(totals.wakes),
