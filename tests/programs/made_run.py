@@ -140,7 +140,9 @@ def group_of(step: int, number: int, size: int, rng: random.Random) -> Iterator[
 
 def write_lines(file: Path, records: Iterator[dict[str, Any]]) -> None:
     with file.open("w", encoding="utf-8") as stream:
-        stream.writelines(json.dumps(record) + "\n" for record in records)
+        # As `SampleLog` does: completions without blanks.
+        blanks = (",", ":") if file.name == "samples.jsonl" else (", ", ": ")
+        stream.writelines(json.dumps(record, separators=blanks) + "\n" for record in records)
 
 
 def make_run(folder: Path, steps: int, groups: int = 8, size: int = 8, **changed: Any) -> Path:

@@ -22,8 +22,9 @@ from torchtitan.grpo.system.strict_json import finite
 
 Record = dict[str, Any]
 
-_KEY = re.compile(rb'\{"step": (\d{1,15})(?:, "number": (\d{1,9}))?')
-_REWARDS = re.compile(rb'"group_rewards": \[([-+.\deE, nul]*)\]')
+# Without the blanks, as samples are written, or with them, as they were.
+_KEY = re.compile(rb'\{"step": ?(\d{1,15})(?:, ?"number": ?(\d{1,9}))?')
+_REWARDS = re.compile(rb'"group_rewards": ?\[([-+.\deE, nul]*)\]')
 _FIRST_GROUPS = 4  # each step has these before any step has more
 _MOST_TEXT, _MOST_TOKENS = 20_000, 4_000
 _MOST_MISSES = 20

@@ -79,7 +79,8 @@ const shareText = (parts) => {
 const trainer = (run) => stack(run, "trainer", "What the training thread did", (shares) => shares.trainer);
 const waits = (run) => stack(run, "waits", "What the trainer waited for", (shares) => shares.waits);
 function servers(run) {
-  const all = run.core.shares.servers, kinds = [...new Set(Object.values(all).flatMap(Object.keys))].sort((a, b) => (b in WHAT) - (a in WHAT));
+  const order = Object.keys(WHAT), rank = (kind) => (kind in WHAT ? order.indexOf(kind) : order.length);
+  const kinds = [...new Set(Object.values(run.core.shares.servers).flatMap(Object.keys))].sort((a, b) => rank(a) - rank(b));
   if (!kinds.length) return [];
   return [figure("lanes", "Servers over time", "", (kind) => lanes(run, kind ?? kinds[0]), { wide: true, choices: kinds, caption: () => "colour: share of the time, or the number; lag: versions behind the trainer" })];
 }
