@@ -200,6 +200,7 @@ class GRPOMetricsProcessor:
             if (path := self._folder / name).exists() and path.stat().st_size > 0
         ]
         print(f"Everything is in {self._folder}: {', '.join(files)}.", flush=True)
+        print(f"torchtitan-grpo report {self._folder} writes a page about it.", flush=True)
         if place:
             print(place, flush=True)
         for cause in causes[:2]:
