@@ -59,7 +59,7 @@ def test_a_killed_process_finds_the_devices_free_when_it_starts_again(
     )
     plan: Any = None
     source._planner = SimpleNamespace(  # pyright: ignore[reportAttributeAccessIssue]
-        plan=lambda *_, **__: PlannedPart(plan, {}), groups=[], advantages={}
+        plan=lambda *_, **__: PlannedPart(plan, {}), groups=[], advantages={}, trained={}
     )
     restart, notify = source.link.restart, source.link.notify_devices_free
     monkeypatch.setattr(

@@ -84,7 +84,7 @@ ON_A_GPU = {
 ELSEWHERE = {
     "{}",  # an environment's, and those of a worker
     "embedded-engine", "weight-gather-source", "folder-lock", "log-limit", "lost-rank-end",
-    "monitor", "orphan-reaper", "parent-watch", "rank-channel", "run-removal", "snapshot-copy",
+    "monitor", "orphan-reaper", "parent-watch", "phases", "rank-channel", "run-removal", "snapshot-copy",
     "stop-watch", "templates", "weight-checksums", "weight-encode", "weight-leave-{}", "weight-publisher",
     "weight-slots", "weight-write",
 }  # fmt: skip

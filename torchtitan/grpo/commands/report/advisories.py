@@ -70,12 +70,6 @@ def _measured_causes(told: Told) -> Iterator[dict[str, Any]]:
     metrics = told.metrics
     whole = told.total("wall/total_seconds") or told.total("time/step_seconds")
     waits = {k: told.total(v) for k, v in metrics.matching(r"wait/(.+)_seconds").items()}
-    if not waits:
-        for name in ("rewards", "episodes"):
-            each = metrics.column(f"rollout/wait_{name}_fraction")
-            each = each * metrics.column("time/step_seconds")
-            waits[name] = float(each[np.isfinite(each)].sum())
-        waits["generation"] = told.total("time/wait_data_seconds") - sum(waits.values())
     for name, seconds in sorted(waits.items(), key=lambda item: -item[1]):
         part, words = seconds / (whole or math.inf), name.replace("_", " ")
         text = f"{part:.0%} of the time ({seconds:.0f} s), the trainer waited; cause: {words}."

@@ -8,7 +8,6 @@ import base64
 import gzip
 import hashlib
 import importlib.util
-import json
 import re
 import secrets
 import threading
@@ -158,7 +157,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(403, b"")
             return
         held = own.content()
-        body = (json.dumps(held) if name else page(held, _EVERY_SECONDS)).encode()
+        body = (strict_json.dumps(held) if name else page(held, _EVERY_SECONDS)).encode()
         tag = f'"{hashlib.sha256(body).hexdigest()}"'
         is_old = self.headers.get("If-None-Match") == tag
         kind = "application/json" if name else "text/html; charset=utf-8"

@@ -141,8 +141,6 @@ def _shares(metrics: Metrics) -> Record:
         for kind in ("wall", "wait")
     )
     trainer.pop("total", None)
-    if not trainer and "time/wait_data_seconds" in metrics.columns:
-        trainer, waits = _coarse_shares(metrics)
     servers = defaultdict[str, dict[str, np.ndarray]](dict)
     for key in metrics.columns:
         if match := _OF_SERVERS.fullmatch(key):
@@ -153,16 +151,6 @@ def _shares(metrics: Metrics) -> Record:
             kinds.setdefault("lag", metrics.column("policy_version") - kinds["version"])
     found = {"trainer": means(trainer), "waits": means(waits), "x": list(metrics.steps[::width])}
     return found | {"servers": {name: means(kinds) for name, kinds in servers.items()}}
-
-
-def _coarse_shares(metrics: Metrics) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """The same from the metrics of a run that has no ``wall/...`` yet."""
-    keys = ("time/step_seconds", "time/wait_data_seconds", "time/boundary_stall_seconds")
-    length, waited, stalled = (np.nan_to_num(metrics.column(k), posinf=0.0) for k in keys)
-    fractions = {n: metrics.column(f"rollout/wait_{n}_fraction") for n in ("rewards", "episodes")}
-    waits = {n: np.nan_to_num(part, posinf=0.0) * length for n, part in fractions.items()}
-    waits["generation"] = np.maximum(0.0, waited - sum(waits.values()))
-    return {"training": length - waited - stalled, "rollouts": waited, "publish": stalled}, waits
 
 
 def _starts(folder: Path) -> Iterator[Record]:

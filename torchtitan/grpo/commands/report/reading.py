@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from torchtitan.grpo.system import strict_json
 from torchtitan.grpo.system.strict_json import finite
 
 Record = dict[str, Any]
@@ -194,7 +195,7 @@ class Samples:
         with self._path.open("rb") as file:
             file.seek(place)
             found = [as_record(line) for line in file.read(length).splitlines()]
-        texts = (json.dumps(_slim(one), separators=(",", ":")) for one in found if one)
+        texts = (strict_json.dumps(_slim(one), separators=(",", ":")) for one in found if one)
         return "".join(f"{text}\n" for text in texts).encode()
 
 

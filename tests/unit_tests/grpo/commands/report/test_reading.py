@@ -153,30 +153,6 @@ def test_the_content_of_a_run_survives_damage(tmp_path):
     assert content["shares"]["servers"]["10.0.0.1:8000"]["lag"] == [1] * 12
 
 
-def test_an_older_run_has_shares_from_its_fractions(tmp_path):
-    record = {
-        "time/step_seconds": 10.0,
-        "time/wait_data_seconds": 4.0,
-        "time/boundary_stall_seconds": 1.0,
-    }
-    record |= {"rollout/wait_rewards_fraction": 0.3, "weight_sync/server0/lag": 1.0}
-    lines = (json.dumps({"step": step} | record) for step in (1, 2, 3))
-    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    run = Run(tmp_path)
-    run.update()
-    content = run.content()
-    assert content["shares"]["trainer"] == {
-        "training": [5] * 3,
-        "rollouts": [4] * 3,
-        "publish": [1] * 3,
-    }
-    assert content["shares"]["waits"]["rewards"] == [3] * 3
-    assert content["shares"]["waits"]["generation"] == [1] * 3
-    assert content["shares"]["servers"] == {"server0": {"lag": [1] * 3}}
-    first = content["advisories"][0]
-    assert first["id"] == "waits for rewards" and "30% of the time (9 s)" in first["text"]
-
-
 def test_a_resumed_run_tells_its_starts_and_what_changed(tmp_path):
     make_run(tmp_path, 10, groups=1, size=2)
     second = tmp_path / "starts" / "2"

@@ -210,7 +210,7 @@ async def without_lifting_a_late_pause(lane: Lane) -> None:
 
 
 async def confirming_before_the_commit(lane: Lane, version: int) -> Any:
-    lane._listeners.on_version(lane.url, version)
+    lane._listeners.on_version(lane.url, version, 0.0)
     return await lane._connection.push(version, None)
 
 
