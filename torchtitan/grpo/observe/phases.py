@@ -64,9 +64,10 @@ class Phases:
         """Returns the seconds of each cause since the last call, and of all, which is the time since then.
 
         The time of the passes is divided in proportion to ``passes``, which were measured on the device:
-        the host only waits for them, at some later point.
+        the host only waits for them, at some later point. Without a measurement, as in a step that trains
+        no token, it counts as ``forward``.
         """
-        self._causes.divide("passes", passes or {"forward": 1.0})
+        self._causes.divide("passes", passes if any(passes.values()) else {"forward": 1.0})
         seconds = self._causes.take()
         causes = {f"wall/{cause}_seconds": each for cause, each in seconds.items() if each > 0}
         return causes | {"wall/total_seconds": sum(seconds.values())}

@@ -8,6 +8,7 @@ import pytest
 from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.observe.phases import Phases
 from torchtitan.grpo.observe.who_waits import _CAUSES, WhoWaits
+from torchtitan.grpo.pipeline.pass_marks import PassTimes
 
 A, B = "10.0.0.1:80", "10.0.0.2:80"
 OF_ROLLOUTS = {
@@ -206,7 +207,9 @@ def test_phases_divide_the_time_without_a_rest():
         "wall/forward_seconds": 2.0, "wall/backward_seconds": 4.0, "wall/ranks_seconds": 2.0,
         "wall/other_seconds": 0.25, "wall/total_seconds": 11.75,
     }  # fmt: skip
-    phases.enter("forward and backward")
-    spend(3.0)
-    # Nothing was measured, as where a step is not taken.
-    assert phases.wall_metrics({}) == {"wall/forward_seconds": 3.0, "wall/total_seconds": 3.0}
+    # Nothing was measured, as where a step is not taken, or trains no token.
+    for nothing in ({}, PassTimes().divided([0.0, 0.0])):
+        phases.enter("forward and backward")
+        spend(3.0)
+        found = phases.wall_metrics(nothing)
+        assert found == {"wall/forward_seconds": 3.0, "wall/total_seconds": 3.0}
