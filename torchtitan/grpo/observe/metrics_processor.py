@@ -6,6 +6,7 @@
 import itertools
 import netrc
 import os
+import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -41,6 +42,8 @@ from torchtitan.grpo.system import strict_json
 from torchtitan.grpo.system.device import count_allocation_retries, take_peak_gib
 from torchtitan.grpo.system.logs import logger
 from torchtitan.grpo.system.monitoring.site import MonitorSite, MonitorThread
+
+_OF_ONE_STEP = re.compile(r"(wall|wait|ranks)/.+|servers/.+_fraction")
 
 
 class GRPOMetricsProcessor:
@@ -135,7 +138,7 @@ class GRPOMetricsProcessor:
             )
             self._num_retries = retries
         self._who_waits.add(metrics)
-        self.monitor.latest = {**self.monitor.latest, **metrics}
+        self.monitor.show_step(metrics)
         digits = {key: float(f"{value:.7g}") for key, value in metrics.items()}
         self.steps.add({"step": step, **digits})
         if step == 1 or step % self._config.metrics.log_freq == 0:
@@ -239,6 +242,11 @@ class RankMonitor:
         self.latest: Mapping[str, float] = {}
         self.servers: Callable[[], Mapping[str, Mapping[str, str | int]]] = dict
         self._thread: MonitorThread | None = None
+
+    def show_step(self, metrics: Mapping[str, float]) -> None:
+        """Shows a step's metrics. Seconds and shares that it does not have are 0, and are not kept."""
+        kept = {k: v for k, v in self.latest.items() if not _OF_ONE_STEP.fullmatch(k)}
+        self.latest = {**kept, **metrics}
 
     def start(self) -> None:
         """Starts to serve if ``observe.monitor`` is set. Raises MonitorError if the address cannot be used."""

@@ -11,6 +11,8 @@ import urllib.request
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from torchtitan.grpo.config.job_config import JobConfig
+from torchtitan.grpo.observe.metrics_processor import RankMonitor
 from torchtitan.grpo.observe.phases import Phases
 from torchtitan.grpo.system.monitoring.addresses import (
     KEY_VARIABLE,
@@ -140,3 +142,14 @@ def test_a_phase_is_stuck_after_the_bound_and_three_times_its_longest():
     assert phases.health({}).problem is None
     now[0] += 2.0
     assert phases.health({}).problem is not None
+
+
+def test_seconds_and_shares_of_a_former_step_are_not_shown():
+    monitor = RankMonitor(JobConfig(), Phases(1.0))
+    kept = {"evaluation/score": 0.5, "servers/a:1/window": 4.0}
+    monitor.show_step(
+        kept
+        | {"wall/export_seconds": 9.0, "wait/judge_seconds": 3.0, "servers/a:1/lost_fraction": 1.0}
+    )
+    monitor.show_step({"wall/total_seconds": 1.0})
+    assert monitor.latest == kept | {"wall/total_seconds": 1.0}
