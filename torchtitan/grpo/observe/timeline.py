@@ -33,11 +33,16 @@ _Files = list[tuple[Path, int]]
 """Paths, and the sizes up to which they are read: a run that goes on writes more meanwhile."""
 _Found = dict[str, dict[Any, int]]
 _Span = tuple[str, str, int, int, dict[str, Any]]
-
-
 _Fact = dict[str, Any]
 """The head of a process's spans, or the end of a barrier at the moment ``sync``."""
 _decode = msgspec.json.Decoder(_Span | _Fact).decode
+
+
+class _Trained(msgspec.Struct):
+    """A line of the ledger."""
+
+    step: int
+    trained: list[int]
 
 
 def timeline(arguments: list[str]) -> int:
@@ -212,7 +217,8 @@ def _flows(found: _Found, ledger: Path) -> Iterator[tuple[str, tuple[int | None,
         yield "version", (found["publish"].get(key[0]), pushed, found["answer"].get(key))
     learned: dict[int, int | None] = {}
     for text in ledger.read_bytes().splitlines() if ledger.is_file() else ():
-        line = msgspec.json.decode(text)
-        learned |= dict.fromkeys(line["trained"], found["learn"].get(line["step"]))
+        with suppress(msgspec.DecodeError, UnicodeDecodeError):  # the last line may be incomplete
+            line = msgspec.json.decode(text, type=_Trained)
+            learned |= dict.fromkeys(line.trained, found["learn"].get(line.step))
     for group, rewarded in found["reward"].items():
         yield "group", (found["generate"].get(group), rewarded, learned.get(group))

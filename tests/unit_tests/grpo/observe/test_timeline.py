@@ -148,7 +148,8 @@ def write_run(folder: Path) -> None:
     write_process(folder, "rank 1", training)
     write_process(folder, "rollouts", rollouts)
     lines = [{"step": 1, "trained": [2]}, {"step": 2, "trained": [5, 6]}]
-    (folder / "ledger.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (folder / "ledger.jsonl").write_text(text + '{"step": 3, "trai')  # the run goes on
 
 
 def test_a_version_flows_from_its_step_to_each_server(tmp_path: Path):
