@@ -99,8 +99,10 @@ class SampleLog:
             "logprob": _numbers(np.asarray(rollout.logprobs)[sampled], sampled),
             "trained": trained.astype(int).tolist(),
         }
-        known = np.full((2, np.count_nonzero(trained)), np.nan) if values is None else values
-        log_ratios, advantages = known.astype(np.float64)
+        known = np.full((2, np.count_nonzero(trained)), np.nan)
+        if values is not None and values.shape == known.shape:  # a log must not end a run
+            known = values.astype(np.float64)
+        log_ratios, advantages = known
         if np.isfinite(log_ratios).any():
             with np.errstate(over="ignore"):
                 found["ratio"] = _numbers(np.exp(log_ratios), trained)

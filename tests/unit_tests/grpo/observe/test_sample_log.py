@@ -150,7 +150,8 @@ def test_each_token_has_its_values_and_null_where_it_was_not_sampled(tmp_path, c
     lost = replace(group(8, written), left_out=(written,))
     values = np.array([[0.0, np.log(2), -np.log(3), np.nan, 1000.0], [1.5] * 4 + [-0.123456]])
     log = SampleLog(tmp_path / "samples.jsonl", 2, 0, codec)
-    log.write(5, [whole, lost], {7: [None, -0.5], 8: [None]}, {(7, 0), (7, 1)}, {(7, 0): values})
+    trained, told = {(7, 0), (7, 1)}, {(7, 0): values, (7, 1): values}  # too many for the second
+    log.write(5, [whole, lost], {7: [None, -0.5], 8: [None]}, trained, told)
     log.close()
     first, second, *untrained = (record["tokens"] for record in log.latest)
     sampled = [0.0, -0.3333, -0.6667, -1.0, None, None, -2.0]
@@ -161,7 +162,7 @@ def test_each_token_has_its_values_and_null_where_it_was_not_sampled(tmp_path, c
         "ratio": [1.0, 2.0, 0.3333, None, None, None, None],
         "advantage": [1.5, 1.5, 1.5, 1.5, None, None, -0.1235],
     }
-    # Ranks told nothing of the second one, whose advantage rank 0 knows.
+    # Nothing fits the second one, whose advantage rank 0 knows.
     assert second["advantage"] == [-0.5] * 3 and "ratio" not in second
     for tokens in untrained:
         assert tokens["trained"] == [0] * 7 and tokens["logprob"] == sampled
