@@ -80,8 +80,8 @@ class HelixSchedule:
     ) -> None:
         self.stages = stages
         self.timer: PassTimer | None = None
-        self.marks: PassMarks | None = None
         """Measures passes by part, if it is set."""
+        self.marks: PassMarks | None = None
         self._attention, self._loss = attention, loss
         self._recomputes, self._chunk_tokens = recomputes, chunk_tokens
         self._parts = {2 * stage.stage_index: stage for stage in stages}

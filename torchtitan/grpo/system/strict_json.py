@@ -11,9 +11,8 @@ from typing import Any
 
 COUNT_KEY = "nonfinite_values"
 """Key of an object that says how many of its numbers were not finite; it is absent if all were."""
-Found = dict[
-    str, Any
-]  # What a command finds. Its text and its JSON (--json) are written from this.
+Found = dict[str, Any]
+"""What a command finds. Its text and its JSON (--json) are written from this."""
 _MOST_NESTED = 100  # What copies or renders JSON takes stack for each level.
 
 
