@@ -13,6 +13,8 @@ from typing import Any, BinaryIO
 from torchtitan.grpo.system import strict_json
 from torchtitan.grpo.system.logs import logger
 
+_MOST_UNWRITTEN = 64 * 2**20  # bytes
+
 
 class RunLog:
     """A file of records, opened to continue after ``step``. Records of later steps are removed.
@@ -34,9 +36,18 @@ class RunLog:
         # Unbuffered, so that a line that could not be written does not wait in a buffer.
         self._stream = path.open("ab", buffering=0)
         self._path, self._unwritten, self._is_told = path, b"", False
+        self._num_dropped = 0
 
     def add(self, record: dict[str, Any], separators: tuple[str, str] = (", ", ": ")) -> None:
-        """Appends a record. If the disk is full, the record is written later, together with the next one."""
+        """Appends a record. If the disk is full, the record is written later, together with the next one.
+
+        Beyond 64 MiB that wait for room, further records are dropped: samples would fill the memory.
+        """
+        if len(self._unwritten) >= _MOST_UNWRITTEN:
+            self._flush()
+        if len(self._unwritten) >= _MOST_UNWRITTEN:
+            self._num_dropped += 1
+            return
         line = strict_json.dumps(record, ensure_ascii=False, separators=separators)
         self._unwritten += (line + "\n").encode()
         self._flush()
@@ -66,6 +77,8 @@ class RunLog:
                     f"{self._path} lacks its last {number} records: there was no room for them until the "
                     "end of the run."
                 )
+            if self._num_dropped:
+                logger.error(f"{self._path} lacks {self._num_dropped} records of a full disk.")
             own = os.fstat(self._stream.fileno())
             with suppress(OSError):  # an empty file says nothing; another run may have one here
                 if not own.st_size and os.path.samestat(own, self._path.stat()):

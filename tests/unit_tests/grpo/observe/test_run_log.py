@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from torchtitan.grpo.observe import run_log
 from torchtitan.grpo.observe.report import (
     RunOutcome,
     numbers_of,
@@ -46,6 +47,24 @@ def test_what_a_full_disk_refused_is_written_once_there_is_room(tmp_path, caplog
         stream.close()
         assert found == [1]
         assert caplog.messages[-1].startswith(f"{path} lacks its last 2 records")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /dev/full")
+def test_what_waits_for_room_does_not_fill_the_memory(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(run_log, "_MOST_UNWRITTEN", 30)
+    path = tmp_path / "samples.jsonl"
+    log = RunLog(path, 0)
+    stream = log._stream
+    log._stream = open("/dev/full", "ab", buffering=0)  # noqa: SIM115
+    for step in range(1, 10):
+        log.add({"step": step})
+    log._stream.close()
+    log._stream = stream
+    log.add({"step": 10})
+    log.close()
+    found = [json.loads(line)["step"] for line in path.read_text().splitlines()]
+    assert found == [1, 2, 3, 10]
+    assert caplog.messages[-1] == f"{path} lacks 6 records of a full disk."
 
 
 DAMAGED = [
