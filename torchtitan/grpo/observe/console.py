@@ -191,7 +191,7 @@ class Progress:
         if mode == "bar":
             self._bar = _Bar(
                 MofNCompleteColumn(), BarColumn(bar_width=24), TimeElapsedColumn(),
-                TextColumn("{task.description}"), console=self._console,
+                TextColumn("{task.description}", markup=False), console=self._console,
             )  # fmt: skip
             self._task = self._bar.add_task("", total=num_steps, visible=num_steps > 0)
             terminal = sys.stdout, sys.stderr

@@ -44,12 +44,16 @@ def test_on_a_terminal_log_lines_stand_above_one_bar_within_80_columns(monkeypat
     monkeypatch.setattr(sys, "stderr", terminal)
     init_console("info", is_rank_zero=True)
     progress = Progress("auto", 150)
+    for server in ("a", "b"):  # the last line of a server's log, which is no markup
+        progress.wait(f"{server}: reads [/model]")
+    progress.print("redrawn")
     for step in range(1, 4):
         logging.getLogger().warning(f"log of step {step}")
         progress.update(step, metrics_of(step), "a spike" if step == 2 else "")
     progress.print("a score [0.5]")
     progress.close()
     shown = terminal.getvalue()
+    assert "a: reads [/model]" in shown and "b: reads [/model]" in shown
     for text in ("log of step 1", "step 2: a spike", "log of step 3", "a score [0.5]"):
         before, after = shown.split(text)
         assert "━" not in before.rpartition(erased)[2], "the bar is erased first"
