@@ -316,6 +316,7 @@ class GRPOTrainer(Trainer):
 
     def _settle(self, hf_checkpoint: Path) -> None:
         assert self.source is not None
+        self.enter("ending")  # which is no part of the export
         self.loan.before_wait(self.step)
         if self.evaluations is not None:
             self.evaluations.finish(self.step)
