@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from torchtitan.grpo.observe import sample_log
 from torchtitan.grpo.observe.sample_log import SampleLog, group_texts, turns
 from torchtitan.grpo.rollout.scoring import brief_columns
 from torchtitan.grpo.rollout.tokenizer import TextCodec
@@ -168,6 +169,16 @@ def test_each_token_has_its_values_and_null_where_it_was_not_sampled(tmp_path, c
         assert tokens["trained"] == [0] * 7 and tokens["logprob"] == sampled
         assert tokens.keys() == {"text", "logprob", "trained"}
     assert "nonfinite_values" not in log.latest[0]
+
+
+def test_tokens_of_long_completions_are_only_listed_for_the_first_ones(
+    tmp_path, codec, monkeypatch
+):
+    monkeypatch.setattr(sample_log, "_MOST_TOKENS", 4)
+    log = SampleLog(tmp_path / "samples.jsonl", 1, 0, codec)
+    log.write(1, [group(0, *[rollout(codec, "12->", "21")] * 3)], {})  # each has 3 tokens
+    log.close()
+    assert ["tokens" in record for record in log.latest] == [True, True, False]
 
 
 def test_long_columns_are_cut_and_unusual_ones_become_text():
