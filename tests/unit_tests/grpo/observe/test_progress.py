@@ -46,7 +46,8 @@ def test_on_a_terminal_log_lines_stand_above_one_bar_within_80_columns(monkeypat
     progress = Progress("auto", 150)
     for server in ("a", "b"):  # the last line of a server's log, which is no markup
         progress.wait(f"{server}: reads [/model]")
-    progress.print("redrawn")
+    assert progress._bar is not None
+    progress._bar.refresh()  # which a thread would do ten times a second
     for step in range(1, 4):
         logging.getLogger().warning(f"log of step {step}")
         progress.update(step, metrics_of(step), "a spike" if step == 2 else "")
