@@ -65,7 +65,7 @@ class RecordingLink:
         self.confirmed: list[tuple[float, str, int]] = []
         self.lost: list[tuple[float, str, str]] = []
 
-    def notify_version(self, url: str, version: int) -> None:
+    def notify_version(self, url: str, version: int, pause_seconds: float) -> None:
         self.confirmed.append((time.monotonic(), url, version))
 
     def notify_asleep(self, url: str) -> None:

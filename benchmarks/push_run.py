@@ -125,7 +125,7 @@ class Layout:
         sync.dtype, sync.bucket_bytes, sync.attest_every = wire, BUCKET_BYTES, 0
         sync.checksum = True
         link: Any = SimpleNamespace(
-            notify_version=lambda url, version: None,
+            notify_version=lambda url, version, pause: None,
             notify_lost=lambda url, reason: print(f"{url} was lost: {reason}", flush=True),
             notify_asleep=lambda url: None,
             watch=SimpleNamespace(poll=lambda: None),

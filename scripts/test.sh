@@ -84,7 +84,7 @@ lint() {
 # install_chromium: the tests of `torchtitan-grpo report` open its page in a browser.
 install_chromium() {
     if command -v chromium >/dev/null || command -v chromium-browser >/dev/null; then return; fi
-    if [[ $EUID != 0 ]]; then die "Chromium is missing, and only root can install it: apt-get install chromium"; fi
+    if [[ $EUID != 0 ]]; then echo "Chromium is missing, and only root can install it: the tests of the report fail"; return; fi
     apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium
 }
 

@@ -30,7 +30,7 @@ def _hold(lane: Lane) -> None:
         time.sleep(0.005)
 
 
-def _take(lane: Lane, event: LaneEvent) -> None:
+def _take(lane: Lane, event: LaneEvent, **_: object) -> None:
     lane.state = next_state(lane.state, event)
     lane._listeners.on_change()
     _hold(lane)
