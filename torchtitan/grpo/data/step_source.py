@@ -74,8 +74,9 @@ class StepSource(ABC):
     def write_samples(self, values: np.ndarray | None = None) -> None:
         """Writes the samples of the last batch, with ``StepResult.of_tokens`` if the step has been taken."""
         if self._held is not None:
-            held, self._held = self._held, None
-            self.samples.write(*held, {} if values is None else self._planner.by_rollout(values))
+            (step, groups, advantages, trained), self._held = self._held, None
+            of_tokens = {} if values is None else self._planner.by_rollout(values)
+            self.samples.write(step, groups, advantages, trained, of_tokens)
 
     def fetch_address(self, version: int) -> FetchAddress | None:
         """Returns where ranks fetch the batch of ``version``, or None if rank 0 sends rows."""
