@@ -128,7 +128,13 @@ class Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, runs: Sequence[Run], steps: tuple[int, int], port: int) -> None:
-        super().__init__(("127.0.0.1", port), _Handler)
+        try:
+            super().__init__(("127.0.0.1", port), _Handler)
+        except OSError as error:
+            raise RunError(
+                f"--port must be free on 127.0.0.1, but {port} is not ({error.strerror}). Choose another, "
+                "or leave --port out for a free one."
+            ) from error
         self._runs, self._steps, self._lock = runs, steps, threading.Lock()
         self._sizes, self._held = list[object](), list[Packed]()
         self.path = f"/{secrets.token_urlsafe(24)}/"

@@ -7,6 +7,7 @@ import base64
 import gzip
 import http.client
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from made_run import make_run
 from torchtitan.grpo.commands import cli
 from torchtitan.grpo.commands.report.command import Server
 from torchtitan.grpo.commands.report.content import Run
+from torchtitan.grpo.system.errors import RunError
 
 
 @pytest.fixture
@@ -90,3 +92,10 @@ def test_a_page_of_two_runs_holds_both_within_one_budget(tmp_path, capsys):
     assert str(file) in capsys.readouterr().out
     assert cli.run(["report", str(one), str(two), "--json"]) == 0
     assert [run["header"]["name"] for run in json.loads(capsys.readouterr().out)] == ["one", "two"]
+
+
+def test_a_taken_port_is_refused_with_what_to_do():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(RunError, match=rf"--port must be free on 127.0.0.1, but {port} is not"):
+            Server([], (0, 1), port)
