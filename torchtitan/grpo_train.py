@@ -33,7 +33,7 @@ from torchtitan.grpo.data.step_source import StepSource
 from torchtitan.grpo.models.hf_config import HFModel
 from torchtitan.grpo.observe.metrics_processor import GRPOMetricsProcessor
 from torchtitan.grpo.observe.profiling import StepClock, profilers
-from torchtitan.grpo.observe.report import RunOutcome
+from torchtitan.grpo.observe.summary import RunOutcome
 from torchtitan.grpo.resume import checkpoint
 from torchtitan.grpo.resume.checkpoint_manager import GRPOCheckpointManager
 from torchtitan.grpo.run_folder.replacing import Removal

@@ -35,7 +35,6 @@ LOGS = ("metrics", "evaluations", "samples", "ledger", "evaluation_samples")
 FOR_PEOPLE = (
     "starts/*/environment.json",
     "starts/*/config.toml",
-    "reward_curve.png",
     "*.log",
     "comm_traces/*",
 )

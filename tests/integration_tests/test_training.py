@@ -26,7 +26,6 @@ def test_an_asynchronous_run_leaves_everything_it_promises(make_run, repository)
     summary = run.summary
     assert summary["policy_version"] == summary["server_version"] == summary["steps"] == 4
     assert 0 <= summary["heldout_before"] <= 1
-    assert (run.folder / "reward_curve.png").stat().st_size > 1000
     written = [sample["completion"] for sample in run.records("samples.jsonl")]
     assert sum(map(str.isdigit, written)) > len(written) / 2
     (file,) = run.folder.rglob("events.out.tfevents.*")

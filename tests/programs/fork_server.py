@@ -41,8 +41,6 @@ _GRACE_SECONDS = 30
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
 _PRELOADED = (
-    "matplotlib.backends.backend_agg",
-    "matplotlib.pyplot",
     "torch.distributed.checkpoint",
     "torch.distributed.pipelining",
     "torch.testing",

@@ -29,7 +29,7 @@ from torchtitan.grpo.inference.client import InferenceClient
 from torchtitan.grpo.inference.embedded.model import load_model
 from torchtitan.grpo.inference.kinds import KINDS, make_client
 from torchtitan.grpo.inference.waiting import wait_until_up
-from torchtitan.grpo.observe.report import numbers_of
+from torchtitan.grpo.observe.summary import numbers_of
 from torchtitan.grpo.system.files import check_folder, open_regular, read_regular
 from torchtitan.grpo.system.strict_json import Found
 from torchtitan.grpo.types import GenerateRequest, Generation

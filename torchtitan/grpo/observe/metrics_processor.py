@@ -25,15 +25,14 @@ from torchtitan.grpo.observe.evaluation_records import (
 )
 from torchtitan.grpo.observe.events import events
 from torchtitan.grpo.observe.phases import Phases
-from torchtitan.grpo.observe.report import (
+from torchtitan.grpo.observe.run_log import RunLog
+from torchtitan.grpo.observe.sample_log import group_texts
+from torchtitan.grpo.observe.summary import (
     RunOutcome,
-    draw_reward_curve,
     summarize,
     summarize_supervised,
     write_summary,
 )
-from torchtitan.grpo.observe.run_log import RunLog
-from torchtitan.grpo.observe.sample_log import group_texts
 from torchtitan.grpo.observe.trackers import log_samples, open_trackers, wandb_place
 from torchtitan.grpo.observe.who_waits import WhoWaits
 from torchtitan.grpo.rollout.link import RolloutLink
@@ -192,14 +191,12 @@ class GRPOMetricsProcessor:
         summary |= {"wall": self._who_waits.summary(), "causes": causes}
         print(strict_json.dumps(summary, indent=2), flush=True)
         write_summary(self._folder, summary)
-        if not is_supervised:
-            draw_reward_curve(self._folder, steps, evaluations, self._config)
         place = wandb_place(self.trackers)
         self.close()
         traces = self._config.profiling.save_traces_folder
         files = [
             name
-            for name in ("metrics.jsonl", "samples.jsonl", "reward_curve.png", traces)
+            for name in ("metrics.jsonl", "samples.jsonl", traces)
             if (path := self._folder / name).exists() and path.stat().st_size > 0
         ]
         print(f"Everything is in {self._folder}: {', '.join(files)}.", flush=True)

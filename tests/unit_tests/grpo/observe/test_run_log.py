@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from torchtitan.grpo.observe import run_log
-from torchtitan.grpo.observe.report import (
+from torchtitan.grpo.observe.run_log import NewRecords, RunLog
+from torchtitan.grpo.observe.summary import (
     RunOutcome,
     numbers_of,
     summarize,
     summarize_supervised,
 )
-from torchtitan.grpo.observe.run_log import NewRecords, RunLog
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /dev/full")

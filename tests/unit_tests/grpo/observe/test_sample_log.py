@@ -4,8 +4,11 @@
 """Samples as the model saw them."""
 
 import json
+import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -40,6 +43,10 @@ def group(index: int, *rollouts: Rollout) -> RolloutGroup:
     return RolloutGroup(index, f"prompt {index}", rollouts, "http://s:1", columns, True, row=row)
 
 
+def written_in(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+
+
 def test_the_file_holds_whole_groups_with_all_that_was_scored(tmp_path, codec):
     log = SampleLog(tmp_path / "samples.jsonl", 2, 0, codec)
     both = rollout(codec, "12->", "21"), rollout(codec, "12->", "12")
@@ -48,7 +55,7 @@ def test_the_file_holds_whole_groups_with_all_that_was_scored(tmp_path, codec):
     text = (tmp_path / "samples.jsonl").read_text()
     assert "größer" in text
     records = [json.loads(line) for line in text.splitlines()]
-    assert records == log.latest
+    assert [{k: v for k, v in r.items() if k != "tokens"} for r in records] == log.latest
     assert [r["group_id"] for r in records] == [0, 0, 1, 1]
     assert [r["row"] for r in records] == ["train.jsonl:1"] * 2 + ["train.jsonl:2"] * 2
     assert [r["prompt"] for r in records] == ["prompt 0"] * 2 + ["prompt 1"] * 2
@@ -154,7 +161,7 @@ def test_each_token_has_its_values_and_null_where_it_was_not_sampled(tmp_path, c
     trained, told = {(7, 0), (7, 1)}, {(7, 0): values, (7, 1): values}  # too many for the second
     log.write(5, [whole, lost], {7: [None, -0.5], 8: [None]}, trained, told)
     log.close()
-    first, second, *untrained = (record["tokens"] for record in log.latest)
+    first, second, *untrained = (record["tokens"] for record in written_in(tmp_path))
     sampled = [0.0, -0.3333, -0.6667, -1.0, None, None, -2.0]
     assert first == {
         "text": ["3", "*", "4", "=", "1", "2", "<eos>"],
@@ -171,6 +178,23 @@ def test_each_token_has_its_values_and_null_where_it_was_not_sampled(tmp_path, c
     assert "nonfinite_values" not in log.latest[0]
 
 
+def test_lists_of_tokens_are_made_while_training_goes_on(tmp_path, codec, monkeypatch):
+    may_go_on = threading.Event()
+
+    def wait(self: TextCodec, token_ids: Sequence[int]) -> list[str]:
+        assert may_go_on.wait(60)
+        raise ValueError("these tokens have no text")
+
+    monkeypatch.setattr(TextCodec, "pieces", wait)
+    log = SampleLog(tmp_path / "samples.jsonl", 1, 0, codec)
+    log.write(1, [group(0, rollout(codec, "12->", "21"))], {})
+    assert [record["completion"] for record in log.latest] == ["21"]
+    may_go_on.set()
+    with pytest.raises(ValueError, match="no text"):  # an error is not lost
+        log.write(2, [], {})
+    log.close()
+
+
 def test_tokens_of_long_completions_are_only_listed_for_the_first_ones(
     tmp_path, codec, monkeypatch
 ):
@@ -178,7 +202,7 @@ def test_tokens_of_long_completions_are_only_listed_for_the_first_ones(
     log = SampleLog(tmp_path / "samples.jsonl", 1, 0, codec)
     log.write(1, [group(0, *[rollout(codec, "12->", "21")] * 3)], {})  # each has 3 tokens
     log.close()
-    assert ["tokens" in record for record in log.latest] == [True, True, False]
+    assert ["tokens" in record for record in written_in(tmp_path)] == [True, True, False]
 
 
 def test_long_columns_are_cut_and_unusual_ones_become_text():

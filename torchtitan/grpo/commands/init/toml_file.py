@@ -83,7 +83,7 @@ path = {held_path}  # {why_held}
 name = {held_name}  # the data set's configuration
 split = {held_split}  # the part of it
 num_prompts  # of them; each is completed once, greedily
-function  # scores them; the mean is in evaluations.jsonl and reward_curve.png
+function  # scores them; the mean is in evaluations.jsonl and the report
 interval = {held_interval}  # steps between two evaluations, which run beside training
 """
 _HEADING = """\

@@ -4,21 +4,20 @@
 """What a run's numbers advise to change, with the figures that say so."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from torchtitan.grpo.commands.report.reading import Metrics
+from torchtitan.grpo.config.command_line import ConfigError
+from torchtitan.grpo.config.command_line.reading import read_config
+from torchtitan.grpo.observe.who_waits import WhoWaits
 from torchtitan.grpo.system.strict_json import finite
 
-_SETTINGS = {
-    "rewards": "reward.num_workers, reward.concurrency", "judge": "reward.judge.max_concurrent",
-    "teacher": "teacher.urls", "episodes": "rollout.environment_workers, agent.workers",
-    "no_server": "inference", "bound": "rollout.max_head_offpolicyness",
-}  # fmt: skip
-_OF_SERVERS = "rollout.max_concurrent_rollouts, rollout.max_head_offpolicyness, more servers"
+_LAST_STEPS = 1000
 
 
 @dataclass(frozen=True)
@@ -28,6 +27,7 @@ class Told:
     metrics: Metrics
     summary: Mapping[str, Any] = field(default_factory=dict)
     values: Mapping[str, Any] = field(default_factory=dict)  # of the settings, by table and key
+    config_file: Path | None = None  # of the last start
 
     def setting(self, table: str, key: str) -> Any:
         held = self.values.get(table)
@@ -55,26 +55,26 @@ class Told:
 def advisories(told: Told) -> list[dict[str, str]]:
     """Returns what to change: causes of waiting first, largest first, then the table's rows."""
     listed = told.summary.get("causes")
-    causes = [one for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
+    causes = listed if isinstance(listed, list) else _causes_so_far(told)
     found = [
         (f"waits for {c.get('cause')}", "waits", str(c.get("setting") or ""), str(c.get("text")))
-        for c in causes or _measured_causes(told)
-        if (finite(c.get("fraction")) or 0.0) >= 0.05
+        for c in causes
+        if isinstance(c, dict) and (finite(c.get("fraction")) or 0.0) >= 0.05
     ]
     found += [(*row[:3], text) for row in _TABLE if (text := row[3](told))]
     return [dict(zip(("id", "chart", "change", "text"), one, strict=True)) for one in found]
 
 
-def _measured_causes(told: Told) -> Iterator[dict[str, Any]]:
-    """The causes of a run that has no summary yet, or one of an earlier release."""
-    metrics = told.metrics
-    whole = told.total("wall/total_seconds") or told.total("time/step_seconds")
-    waits = {k: told.total(v) for k, v in metrics.matching(r"wait/(.+)_seconds").items()}
-    for name, seconds in sorted(waits.items(), key=lambda item: -item[1]):
-        part, words = seconds / (whole or math.inf), name.replace("_", " ")
-        text = f"{part:.0%} of the time ({seconds:.0f} s), the trainer waited; cause: {words}."
-        setting = _SETTINGS.get(name, _OF_SERVERS)
-        yield {"cause": words, "fraction": part, "text": text, "setting": setting}
+def _causes_so_far(told: Told) -> list[dict[str, Any]]:
+    """The causes in the last steps of a run that has no summary."""
+    try:
+        waits = WhoWaits(read_config(["--job.config_file", str(told.config_file)]))
+    except ConfigError:  # of an earlier release
+        return []
+    columns, number = told.metrics.columns, len(told.metrics.steps)
+    for i in range(max(0, number - _LAST_STEPS), number):
+        waits.add({key: column[i] for key, column in columns.items() if math.isfinite(column[i])})
+    return waits.causes()
 
 
 def _stale(told: Told) -> str:

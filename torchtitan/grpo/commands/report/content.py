@@ -70,10 +70,10 @@ class Run:
 
     def content(self) -> Record:
         starts, summary = list(_starts(self.folder)), _read_json(self.folder / "summary.json")
-        values, settings = {}, []
+        values, settings, file = {}, [], None
         for start in starts:  # those of the last start are shown
-            values, settings = start.pop("values"), start.pop("settings")
-        told = Told(self.metrics, summary, values)
+            values, settings, file = (start.pop(name) for name in ("values", "settings", "file"))
+        told = Told(self.metrics, summary, values, file)
         logs = (self.metrics, self.evaluations)
         few = max(100, min(POINTS, _MOST_VALUES // max(1, len(self.metrics.columns))))
         last = {k: finite(c[-1]) for log in logs for k, c in log.columns.items() if c[-1] == c[-1]}
@@ -165,7 +165,13 @@ def _starts(folder: Path) -> Iterator[Record]:
         texts = {f"{table}.{key}": value for table, key, value, _ in settings}
         changed = {k: v for k, v in texts.items() if before is not None and before.get(k) != v}
         before, number = texts, int(path.name)
-        more = {"number": number, "settings": settings, "values": values, "changed": changed}
+        more = {
+            "number": number,
+            "settings": settings,
+            "values": values,
+            "changed": changed,
+            "file": file,
+        }
         yield _read_json(path / "environment.json") | more
 
 

@@ -56,8 +56,10 @@ def test_causes_of_a_run_without_summary_come_from_its_waits(tmp_path):
     (tmp_path / "summary.json").unlink()
     found = advised(tmp_path)
     assert list(found) == ["waits for judge", "waits for generation", "waits for tail"]
-    assert "the trainer waited; cause: judge" in found["waits for judge"]["text"]
+    assert "waited for the judge; let more servers judge" in found["waits for judge"]["text"]
     assert found["waits for judge"]["change"] == "reward.judge.max_concurrent"
+    (tmp_path / "starts/1/config.toml").write_text("[settings]\nof = 'an earlier release'\n")
+    assert advised(tmp_path) == {}
 
 
 def test_a_gradient_of_null_is_no_gradient(tmp_path):
