@@ -40,7 +40,7 @@ _CAUSES = {
         "rollouts, although servers had no requests for {idle:.0%} of the time", "raise", ("rollout.max_concurrent_rollouts",),
     ),
     "tail": _Cause(
-        "the last quarter of a batch's completions, the longest ones", "raise",
+        "the last quarter of a batch's completions, the longest ones", "let batches wait for fewer of them, with",
         ("rollout.max_head_offpolicyness", "rollout.overdue"),
     ),
     "slow_server": _Cause(
