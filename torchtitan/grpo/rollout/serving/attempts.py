@@ -80,7 +80,11 @@ class Attempts:
         server.start_request(task)
         left = server.left()
         try:
-            await asyncio.wait({task, left}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(
+                {task, left},
+                timeout=self._request_timeout,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
         except asyncio.CancelledError:
             task.cancel()  # this notifies the server
             raise
@@ -88,7 +92,7 @@ class Attempts:
             # The caller that reported the loss handles it.
             raise self._given_back(job, f"{server.url} was lost while it generated a completion")
         try:
-            generation = task.result()
+            generation = self._result(server, task, request)
             await self._check_versions(server, job, generation, attested, left)
         except GivenBack:
             raise
@@ -124,15 +128,19 @@ class Attempts:
                 source=server.url,
             )
 
+    def _result(
+        self, server: Server, task: asyncio.Task[Generation], request: GenerateRequest
+    ) -> Generation:
+        if task.done():
+            return task.result()
+        task.cancel()  # this notifies the server, which may not answer that either
+        raise ServerError(
+            f"{server.url} did not finish a completion of at most {request.max_new_tokens} "
+            f"tokens within rollout.request_timeout_seconds = {self._request_timeout:g}."
+        )
+
     async def _request(self, server: Server, job: Job, request: GenerateRequest) -> Generation:
-        try:
-            async with asyncio.timeout(self._request_timeout):
-                generation = await self._generate(server, request)
-        except TimeoutError as error:
-            raise ServerError(
-                f"{server.url} did not finish a completion of at most {request.max_new_tokens} "
-                f"tokens within rollout.request_timeout_seconds = {self._request_timeout:g}."
-            ) from error
+        generation = await self._generate(server, request)
         if job.is_cut and generation.finish_reason == "abort":
             if not self._keeps_parts:
                 raise GivenBack(f"{server.url} was cut while it generated a completion")

@@ -208,7 +208,7 @@ class Dispatcher:
             self.servers[url].window = self._window()
 
     async def watch_loads(self) -> None:
-        """Polls the servers' loads forever. A server that does not answer stays in use."""
+        """Polls the servers' loads forever. A server that does not answer gets no work that others can take."""
         while True:
             running = [s for s in self.servers.values() if not (s.is_down or s.is_asleep)]
             await asyncio.gather(*(server.ask_load() for server in running))
@@ -325,11 +325,13 @@ class Dispatcher:
             await asyncio.wait(requests, timeout=_CLOSE_SECONDS)
 
     def ready(self, usable: Callable[[int], bool]) -> list[Server]:
-        return [
+        """Returns the servers whose version is usable, without those that have stopped to answer if any does."""
+        found = [
             server
             for server in self.servers.values()
             if server.is_ready() and server.version is not None and usable(server.version)
         ]
+        return [server for server in found if not server.is_silent] or found
 
     def _place(self, completion: _Completion, server: Server) -> None:
         is_evaluation = completion.is_evaluation

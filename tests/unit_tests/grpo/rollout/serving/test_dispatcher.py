@@ -201,17 +201,43 @@ async def test_completion_that_nobody_answers_fails_at_its_timeout(is_removed: b
     assert dispatcher.in_flight == 0
 
 
+class Frozen(LocalServer):
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.answers_again = asyncio.Event()
+
+    async def hang(self, request: GenerateRequest) -> Generation:
+        try:
+            return await super().hang(request)
+        except asyncio.CancelledError:
+            await self.answers_again.wait()  # the abort is not answered either
+            raise
+
+
+async def test_a_completion_does_not_wait_until_a_frozen_server_has_heard_of_its_timeout():
+    frozen, other = Frozen("http://a"), LocalServer("http://b")
+    dispatcher = make(frozen, other, request_timeout_seconds=0.3)
+    task = await in_flight_on(frozen, dispatcher)
+    dispatcher.set_version("http://b", 3)
+    (told,) = dispatcher.servers["http://a"].requests
+    await asyncio.wait_for(task, 20)
+    assert len(other.requests) == 1 and dispatcher.attempts.num_failed == 1
+    assert not told.done()
+    frozen.answers_again.set()
+    await asyncio.wait([told], timeout=20)
+    assert told.cancelled()
+
+
+def test_a_server_that_does_not_say_its_load_gets_no_work_while_another_one_does():
+    dispatcher = attested(*servers_named("ab"))
+    silent, other = dispatcher.servers.values()
+    silent.is_silent = True
+    assert dispatcher.choose(lambda version: True, prefer="http://a") is other
+    other.is_silent = True
+    assert dispatcher.choose(lambda version: True, prefer="http://a") is silent
+
+
 async def test_removed_server_is_not_waited_for_while_it_is_told():
-    answers_again = asyncio.Event()
-
-    class Frozen(LocalServer):
-        async def hang(self, request: GenerateRequest) -> Generation:
-            try:
-                return await super().hang(request)
-            except asyncio.CancelledError:
-                await answers_again.wait()  # the abort is not answered either
-                raise
-
     frozen, other = Frozen("http://a"), LocalServer("http://b")
     dispatcher = make(frozen, other)
     task = await in_flight_on(frozen, dispatcher)
@@ -220,7 +246,7 @@ async def test_removed_server_is_not_waited_for_while_it_is_told():
     await task
     assert len(other.requests) == 1
     assert not told.done()
-    answers_again.set()
+    frozen.answers_again.set()
     await asyncio.wait([told], timeout=20)
     assert told.cancelled()
 
