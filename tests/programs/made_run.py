@@ -151,15 +151,18 @@ def make_run(folder: Path, steps: int, groups: int = 8, size: int = 8, **changed
     start = folder / "starts" / "1"
     start.mkdir(parents=True)
 
+    def replaced(step: int, *, is_evaluation: bool) -> dict[str, Any]:
+        of_kind = {k: v for k, v in changed.items() if k.startswith("evaluation/") == is_evaluation}
+        return {key: value(step) if callable(value) else value for key, value in of_kind.items()}
+
     def metrics(step: int) -> dict[str, Any]:
-        replaced = {key: v(step) if callable(v) else v for key, v in changed.items()}
-        return metrics_of(step, steps, rng) | replaced
+        return metrics_of(step, steps, rng) | replaced(step, is_evaluation=False)
 
     def evaluation(step: int) -> dict[str, Any]:
         score = 0.3 + 0.5 * step / steps
         return {"step": step, "evaluation/score": score, "evaluation/heldout/score": score,
                 "evaluation/heldout/pass_at_4": score + 0.1, "evaluation/heldout/length_mean": 210.0,
-                "evaluation/heldout/cut_fraction": 0.02}  # fmt: skip
+                "evaluation/heldout/cut_fraction": 0.02, **replaced(step, is_evaluation=True)}  # fmt: skip
 
     def evaluated(step: int, row: int) -> dict[str, Any]:
         answer = {"text": f"It is {row}.", "score": float(rng.random() < 0.5), "num_tokens": 4}

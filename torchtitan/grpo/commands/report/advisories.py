@@ -17,7 +17,7 @@ from torchtitan.grpo.config.command_line.reading import read_config
 from torchtitan.grpo.observe.who_waits import WhoWaits
 from torchtitan.grpo.system.strict_json import finite
 
-_LAST_STEPS = 1000
+_LAST_STEPS, _WORSE = 1000, "worse policy"
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,7 @@ class Told:
     """What advisories are drawn from. Means of what is not known are NaN, which no comparison holds for."""
 
     metrics: Metrics
+    evaluations: Metrics
     summary: Mapping[str, Any] = field(default_factory=dict)
     values: Mapping[str, Any] = field(default_factory=dict)  # of the settings, by table and key
     config_file: Path | None = None  # of the last start
@@ -53,15 +54,21 @@ class Told:
 
 
 def advisories(told: Told) -> list[dict[str, str]]:
-    """Returns what to change: causes of waiting first, largest first, then the table's rows."""
+    """Returns what to change: a policy that got worse, causes of waiting by their time, the table's other rows."""
     listed = told.summary.get("causes")
     causes = listed if isinstance(listed, list) else _causes_so_far(told)
+
+    def chart(cause: Mapping[str, Any]) -> str:
+        is_of_rollouts = f"wait/{cause.get('cause')}_seconds" in told.metrics.columns
+        return "waits" if is_of_rollouts else "trainer"
+
     found = [
-        (f"waits for {c.get('cause')}", "waits", str(c.get("setting") or ""), str(c.get("text")))
+        (f"waits for {c.get('cause')}", chart(c), str(c.get("setting") or ""), str(c.get("text")))
         for c in causes
         if isinstance(c, dict) and (finite(c.get("fraction")) or 0.0) >= 0.05
     ]
     found += [(*row[:3], text) for row in _TABLE if (text := row[3](told))]
+    found.sort(key=lambda one: one[0] != _WORSE)  # to learn is more than to be fast
     return [dict(zip(("id", "chart", "change", "text"), one, strict=True)) for one in found]
 
 
@@ -123,6 +130,19 @@ def _collapsed(told: Told) -> str:
     )
 
 
+def _worse(told: Told) -> str:
+    scores, reward = told.evaluations.known("evaluation/score"), "reward/mean"
+    before, after = told.early(reward), told.late(reward)
+    if not len(scores):
+        is_worse = before - after > 0.1 * abs(before)
+        return f"The reward fell from {before:.3g} to {after:.3g}." if is_worse else ""
+    best, last = scores.max(), scores[-1]
+    if best - last <= 0.2 * abs(best):
+        return ""
+    rose = " while the reward rose: it may not measure the task" if after > before else ""
+    return f"The score of evaluations fell from {best:.3g} to {last:.3g}{rose}."
+
+
 def _unscored(told: Told) -> str:
     part = told.late("rollout/unscored_fraction")
     counts = told.metrics.matching(r"rollout/unscored_by_(policy|service|function)")
@@ -148,6 +168,7 @@ _TABLE: tuple[tuple[str, str, str, Callable[[Told], str]], ...] = (
      lambda told: _each("{} has {:.0%} of its KV cache in use", {
          name: part for name, part in told.late_of(r"servers/(.+)/kv_use").items() if part >= 0.95})),
     ("no gradient", "gradient", "optimizer.lr, reward.functions, guards", _no_gradient),
+    (_WORSE, "score", "optimizer.lr, grpo.group_size, grpo.prompts_per_step, reward.functions", _worse),
     ("length collapse", "length", "reward.functions, reward.weights", _collapsed),
     ("unscored", "dropped", "reward.unscorable_value, reward.functions, the judge", _unscored),
     ("mismatch", "mismatch", "dtype and sampling of servers, grpo.mismatch_correction",

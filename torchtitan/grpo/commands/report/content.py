@@ -73,7 +73,7 @@ class Run:
         values, settings, file = {}, [], None
         for start in starts:  # those of the last start are shown
             values, settings, file = (start.pop(name) for name in ("values", "settings", "file"))
-        told = Told(self.metrics, summary, values, file)
+        told = Told(self.metrics, self.evaluations, summary, values, file)
         logs = (self.metrics, self.evaluations)
         few = max(100, min(POINTS, _MOST_VALUES // max(1, len(self.metrics.columns))))
         last = {k: finite(c[-1]) for log in logs for k, c in log.columns.items() if c[-1] == c[-1]}

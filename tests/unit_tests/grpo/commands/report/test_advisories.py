@@ -19,6 +19,7 @@ FAULTS = {
     "slow server": ({f"{SERVER}/token_seconds": 0.06}, "10.0.0.2:8000 takes 3.0 times as long"),
     "KV cache full": ({f"{SERVER}/kv_use": 0.97}, "10.0.0.2:8000 has 97% of its KV cache"),
     "no gradient": ({"grad_norm": lambda step: 0.0 if step == 9 else 1.0}, "Steps without a gradient: 1, the first is step 9"),
+    "worse policy": ({"evaluation/score": lambda step: 0.9 if step < 20 else 0.4}, "fell from 0.9 to 0.4 while the reward rose"),
     "length collapse": ({"rollout/completion_tokens_mean": lambda step: 200 / step}, "while completions shrank"),
     "unscored": ({"rollout/unscored_fraction": 0.05, "rollout/unscored_by_service": 2.0}, "60 by the service"),
     "mismatch": ({"mismatch/kl": 0.2}, "differ by 0.2 nats"),
@@ -60,6 +61,20 @@ def test_causes_of_a_run_without_summary_come_from_its_waits(tmp_path):
     assert found["waits for judge"]["change"] == "reward.judge.max_concurrent"
     (tmp_path / "starts/1/config.toml").write_text("[settings]\nof = 'an earlier release'\n")
     assert advised(tmp_path) == {}
+
+
+def test_without_evaluations_a_reward_that_falls_is_told(tmp_path):
+    make_run(tmp_path, 30, groups=1, size=2, **{"reward/mean": lambda step: 0.9 - step / 100})
+    assert list(advised(tmp_path)) == ["waits for judge"]  # the score of evaluations rises
+    (tmp_path / "evaluations.jsonl").unlink()
+    assert "The reward fell from 0.865 to 0.625." in advised(tmp_path)["worse policy"]["text"]
+
+
+def test_each_cause_leads_to_the_chart_that_shows_it(tmp_path):
+    make_run(tmp_path, 30, groups=1, size=2)
+    causes = [{"cause": name, "fraction": 0.5, "text": name} for name in ("judge", "plan")]
+    (tmp_path / "summary.json").write_text(json.dumps({"causes": causes}))
+    assert [one["chart"] for one in advised(tmp_path).values()] == ["waits", "trainer"]
 
 
 def test_a_gradient_of_null_is_no_gradient(tmp_path):

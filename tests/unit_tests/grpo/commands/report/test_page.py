@@ -235,9 +235,22 @@ def test_runs_are_compared(tmp_path, opened):
     ]  # fmt: skip
     wait_for_charts(page)
     page.get_by_label("Reward: what is shown").select_option("by seconds")
-    page.locator("#run").select_option("two")
+    page.get_by_role("link", name="chart").last.click()  # of what to change in the second run
+    page.locator("#chart-waits:focus").wait_for()
+    assert page.locator("#run").input_value() == "1"
     tab(page, "Settings")
     assert "5e-06" in page.locator("main").inner_text()
+
+
+def test_rewards_of_other_functions_are_not_compared(tmp_path, opened):
+    one, two = (make_run(tmp_path / name, 30, groups=1, size=2) for name in ("one", "two"))
+    text = (two / "starts/1/config.toml").read_text()
+    (two / "starts/1/config.toml").write_text(f'{text}\n[reward]\nfunctions = ["other"]\n')
+    assert cli.run(["report", str(one), str(two), "-o", str(tmp_path / "both.html")]) == 0
+    page = opened(tmp_path / "both.html")
+    row = page.get_by_role("row").filter(has_text="reward/mean (settings differ: not comparable)")
+    assert row.locator("td").count() == 3 and row.locator("td.best").count() == 0
+    assert page.get_by_role("row").filter(has_text="seconds until the reward").count() == 0
 
 
 def test_a_watched_page_shows_new_steps_by_itself(tmp_path, browser):

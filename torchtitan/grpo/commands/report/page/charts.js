@@ -48,7 +48,7 @@ function layout(unit, options = {}) {
     hoverlabel: { bgcolor: css("--back"), font: { color: css("--text") }, namelength: 40 },
     legend: { orientation: "h", y: -0.22, font: { size: 11 } }, colorway: COLOURS,
     xaxis: { ...axis, title: { text: options.x ?? "step", standoff: 4 } },
-    yaxis: { ...axis, title: { text: unit, standoff: 4 }, type: options.log ? "log" : "linear", rangemode: options.zero ? "tozero" : "normal" },
+    yaxis: { ...axis, title: { text: unit, standoff: 4 }, type: options.log ? "log" : "linear", exponentformat: "e", rangemode: options.zero ? "tozero" : "normal" },
   };
 }
 
@@ -56,10 +56,11 @@ function curves(run, patterns, options, name = "", number = 0) {
   const all = Object.keys(run.core.series);
   let keys = [...new Set(patterns.flatMap((pattern) => all.filter((key) => new RegExp(`^(${pattern})$`).test(key))))];
   if (options.some) keys = keys.filter((key) => run.core.series[key].y.some(Boolean));
-  return keys.slice(0, 12).map((key, i) => {
+  const twins = (key) => keys.filter((other) => other === key || String(run.core.series[other].y) === String(run.core.series[key].y)); // one would hide the other
+  return keys.filter((key) => twins(key)[0] === key).slice(0, 12).map((key, i) => {
     const { x, y } = points(run.core.series[key]);
     const few = options.points || y.length < 40;
-    return { x: options.clock ? x.map((step) => options.clock(run, step)) : x, y, name: plain(name ? `${name}: ${key}` : key),
+    return { x: options.clock ? x.map((step) => options.clock(run, step)) : x, y, name: plain(name ? `${name}: ${key}` : twins(key).join(" = ")),
       mode: few ? "lines+markers" : "lines", connectgaps: false, marker: { size: 4 },
       line: { width: 1.4, color: COLOURS[(name ? number : i) % COLOURS.length], dash: STYLES[(name ? i : 0) % 4] } };
   });
@@ -87,8 +88,10 @@ function spreadOf(run) { // bands behind the reward: one standard deviation, and
 function stacked(shares, parts, relative) {
   const total = (name) => parts[name].reduce((sum, value) => sum + (value ?? 0), 0);
   const names = Object.keys(parts).filter(total).sort((a, b) => total(b) - total(a));
-  return names.map((name, i) => ({ x: shares.x, y: parts[name], name: plain(name.replace(/_/g, " ")), stackgroup: "one",
-    groupnorm: relative ? "percent" : "", mode: "lines", line: { width: .5, color: COLOURS[i % COLOURS.length], shape: "hv" },
+  const whole = shares.x.map((_, i) => Object.values(shares.trainer).reduce((sum, y) => sum + (y[i] ?? 0), 0));
+  const scaled = (y) => (relative ? y.map((value, i) => (whole[i] ? 100 * value / whole[i] : 0)) : y);
+  return names.map((name, i) => ({ x: shares.x, y: scaled(parts[name]), name: plain(name.replace(/_/g, " ")), stackgroup: "one",
+    mode: "lines", line: { width: .5, color: COLOURS[i % COLOURS.length], shape: "hvh" },
     hovertemplate: relative ? "%{y:.1f} %" : "%{y:.3f} s" }));
 }
 
@@ -113,7 +116,7 @@ function figure(id, title, unit, traces, options = {}) {
     el("figcaption", {}, el("b", {}, title), choice, caption), plot, values);
   const draw = () => inTurn(async () => {
     await library();
-    const form = layout(unit, options), found = now();
+    const form = layout(typeof unit === "function" ? unit(choice?.value) : unit, options), found = now();
     told(found);
     if (found[0]?.type === "heatmap") Object.assign(form, { hovermode: "closest", yaxis: { ...form.yaxis, type: "category", title: {} } });
     await Plotly.react(plot, found, form, { responsive: true, displaylogo: false, modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"] });
@@ -135,7 +138,7 @@ function range(trace) {
   const known = (trace?.y ?? []).filter((value) => typeof value === "number");
   if (!known.length) return "no values";
   const [least, most] = known.reduce(([a, b], v) => [Math.min(a, v), Math.max(b, v)], [Infinity, -Infinity]);
-  return `${trace.name}: ${number(known[0])} → ${number(known.at(-1))}, from ${number(least)} to ${number(most)}`;
+  return `${trace.name}: first ${number(known[0])}, last ${number(known.at(-1))}, least ${number(least)}, most ${number(most)}`;
 }
 
 function numbers(traces) { // at most 40 rows of what a chart shows, for readers without it

@@ -49,7 +49,7 @@ const PARTS = { // what each tab holds
   compare: () => compare(),
   overview: (run) => [el("h2", {}, "What to change"), advice(run), el("h2", {}, "How it went"), el("div", { class: "grid" }, waits(run) ?? "", ...chartsOf(run, "curves", (options) => options.main))],
   time: (run) => [el("div", { class: "grid" }, trainer(run) ?? "", waits(run) ?? "", ...servers(run), ...chartsOf(run, "time"))],
-  curves: (run) => [el("p", { class: "soft" }, `A curve of more than ${number(run.core.points)} steps shows the least and the greatest value of each interval.`), any(run), el("div", { class: "grid" }, ...chartsOf(run, "curves"))],
+  curves: (run) => [run.core.header.steps > run.core.points && el("p", { class: "soft" }, `A curve of more than ${number(run.core.points)} steps shows the least and the greatest value of each interval.`), any(run), el("div", { class: "grid" }, ...chartsOf(run, "curves"))],
   rollouts: async (run) => browser(await rolloutsOf(run), left(run.core.kept.samples, "samples.jsonl"), "Completions"),
   evaluation: async (run) => [el("div", { class: "grid" }, ...chartsOf(run, "evaluation")), el("h2", {}, "Samples"), ...browser(await evaluatedOf(run), left(run.core.kept.evaluations, "evaluation_samples.jsonl"), "Evaluated completions")],
   settings: (run) => settings(run),
@@ -63,17 +63,18 @@ function advice(run) {
   if (!advisories.length) return el("p", { id: "advice" }, "Nothing stands out.");
   return el("ol", { class: "advice", id: "advice" }, ...advisories.map((one) => {
     const where = CHARTS.find((chart) => chart[0] === one.chart)?.[1] ?? "time";
-    return el("li", {}, el("b", { class: "warn" }, one.id), `: ${one.text} · `, one.change && el("span", {}, "Change: ", el("code", {}, one.change), " · "), el("a", { href: `#${where}/${one.chart}` }, "chart"));
+    return el("li", {}, el("b", { class: "warn" }, one.id), `: ${one.text} · `, one.change && el("span", {}, "Change: ", el("code", {}, one.change), " · "), el("a", { href: `#${where}/${one.chart}`, onclick: () => choose(runs.indexOf(run)) }, "chart"));
   }));
 }
-const SHOWN = ["share of time", "seconds a step"];
+const SHOWN = ["share of time", "seconds a step"], UNITS = { [SHOWN[1]]: "seconds" };
 function stack(run, id, title, parts) {
   if (!Object.keys(parts(run.core.shares)).length) return null;
-  return figure(id, title, "", (choice) => stacked(run.core.shares, parts(run.core.shares), choice !== SHOWN[1]),
-    { wide: true, choices: SHOWN, caption: () => shareText(parts(run.core.shares)), zero: true });
+  return figure(id, title, (choice) => UNITS[choice] ?? "% of the time", (choice) => stacked(run.core.shares, parts(run.core.shares), choice !== SHOWN[1]),
+    { wide: true, choices: SHOWN, caption: () => `${shareText(run.core.shares, parts(run.core.shares))} of the time (docs/metrics.md explains the names)`, zero: true });
 }
-const shareText = (parts) => {
-  const sums = Object.entries(parts).map(([name, y]) => [name, y.reduce((a, b) => a + (b ?? 0), 0)]), whole = sums.reduce((a, [, b]) => a + b, 0);
+const shareText = (shares, parts) => {
+  const total = (all) => Object.entries(all).map(([name, y]) => [name, y.reduce((a, b) => a + (b ?? 0), 0)]), sums = total(parts);
+  const whole = total(shares.trainer).reduce((a, [name, b]) => a + (name === "start" && !parts.start ? 0 : b), 0);
   return whole ? sums.sort((a, b) => b[1] - a[1]).slice(0, 4).map(([name, sum]) => `${name.replace(/_/g, " ")} ${(100 * sum / whole).toFixed(0)} %`).join(", ") : "nothing";
 };
 const trainer = (run) => stack(run, "trainer", "What the training thread did", (shares) => shares.trainer);
@@ -86,8 +87,10 @@ function servers(run) {
 }
 function any(run) {
   const options = Object.keys(run.core.series).sort(), names = el("datalist", { id: "metrics" }, ...options.map((name) => el("option", { value: name })));
-  const place = el("div", {}), input = el("input", { class: "long", list: "metrics", onchange: () => options.includes(input.value)
-    && place.replaceChildren(figure("any", input.value, "", () => curves(run, [input.value.replace(/[.*+?^${}()|[\]\\]/g, "\\$&")], {}), { wide: true })) });
+  const place = el("div", {}), input = el("input", { class: "long", list: "metrics", onchange: () => {
+    const name = options.includes(input.value) ? input.value : options.find((one) => one.includes(input.value));
+    place.replaceChildren(name ? figure("any", name, "", () => curves(run, [name.replace(/[.*+?^${}()|[\]\\]/g, "\\$&")], {}), { wide: true }) : "No metric has this in its name.");
+  } });
   return el("div", {}, el("div", { class: "filters" }, el("label", {}, "Any metric", input)), names, place);
 }
 function settings(run) {
@@ -103,8 +106,8 @@ function settings(run) {
 function log(run) {
   const { events, starts, last, num_events: all, dropped, damaged } = run.core, guards = Object.entries(last).filter(([key]) => key.startsWith("guards/"));
   return [el("h2", {}, "Warnings and errors"), el("p", { class: "soft" }, all > events.length ? `${number(events.length)} of ${number(all)}: the first and the last ones.` : `${number(all)} in all.`),
-    el("div", { class: "scroll", tabindex: "0" }, grid(["step", "time", "level", "text"], events.map((one) => [show(one.step), one.time ? new Date(one.time * 1000).toISOString().slice(0, 19).replace("T", " ") : "", one.level, el("span", { class: "text" }, one.text)]))),
-    el("h2", {}, "Guards, since the last start"), list(guards.map(([key, value]) => [key.slice(7), value])), el("h2", {}, "Dropped"), list(Object.entries(dropped)),
+    events.length > 0 && el("div", { class: "scroll", tabindex: "0" }, grid(["step", "time", "level", "text"], events.map((one) => [show(one.step), one.time ? new Date(one.time * 1000).toISOString().slice(0, 19).replace("T", " ") : "", one.level, el("span", { class: "text" }, one.text)]))),
+    el("h2", {}, "Guards, since the last start"), list(guards.map(([key, value]) => [key.slice(7), value])), ...(Object.keys(dropped).length ? [el("h2", {}, "Dropped"), list(Object.entries(dropped))] : []),
     el("h2", {}, "Starts"), grid(["start", "first step", "time", "host", "settings that changed"], starts.map((one) => [one.number, one.first_step, one.started, one.host, Object.entries(one.changed).map(([k, v]) => `${k} = ${v}`).join("; ")])),
     damaged ? el("p", { class: "warn" }, `${number(damaged)} damaged lines of metrics were left out.`) : null];
 }
@@ -112,6 +115,7 @@ function log(run) {
 // Two or more runs: their numbers, their curves over steps or seconds, and the settings in which they differ.
 const JUDGED = [["reward/mean", "higher"], ["evaluation/score", "higher"], ["time/step_seconds", "lower"], ["time/trained_tokens_per_second", "higher"], ["time/wait_data_fraction", "lower"],
   ["rollout/length_fraction", "lower"], ["reward/equal_groups_fraction", "lower"], ["mismatch/kl", "lower"], ["staleness/mean_steps", "lower"], ["policy/entropy", ""], ["rollout/completion_tokens_mean", ""]];
+const UNFAIR = { "reward/mean": /^(reward|environments)\.|^prompts\.(path|template)/, "evaluation/score": /^evaluation\.(?!interval)/ }; // settings that change what it means
 function at(curve, x) { // the last value at or before x
   let low = 0, high = curve.x.length;
   while (low < high) { const middle = (low + high) >> 1; if (curve.x[middle] <= x) low = middle + 1; else high = middle; }
@@ -129,13 +133,14 @@ function compare() {
     const known = values.filter((value) => typeof value === "number"), best = better === "lower" ? Math.min(...known) : Math.max(...known);
     return [name + (better ? ` (${better} is better)` : ""), ...values.map((value) => el("td", { class: better && value === best && new Set(known).size > 1 ? "best" : "" }, number(value)))];
   };
-  const rows = [line("steps", runs.map((run) => run.core.header.steps), ""), line("seconds", runs.map((run) => run.core.header.seconds), ""),
-    ...JUDGED.map(([key, better]) => line(key, runs.map((run) => run.core.late[key] ?? run.core.last[key] ?? null), better)),
-    ...(Number.isFinite(level) ? [line(`seconds until the reward reached ${number(level)}`, runs.map((run) => reached(run, level * (1 - 1e-6))), "lower")] : [])];
   const tables = runs.map((run) => Object.fromEntries(run.core.settings.map(([table, key, value]) => [`${table}.${key}`, value])));
   const differing = [...new Set(tables.flatMap(Object.keys))].filter((key) => new Set(tables.map((table) => table[key])).size > 1);
+  const isUnfair = (key) => differing.some((setting) => UNFAIR[key]?.test(setting)), hasRisen = level > Math.max(...runs.map((run) => run.core.header.reward_first ?? Infinity));
+  const rows = [line("steps", runs.map((run) => run.core.header.steps), ""), line("seconds", runs.map((run) => run.core.header.seconds), ""),
+    ...JUDGED.map(([key, better]) => line(isUnfair(key) ? `${key} (settings differ: not comparable)` : key, runs.map((run) => run.core.late[key] ?? run.core.last[key] ?? null), isUnfair(key) ? "" : better)),
+    ...(Number.isFinite(level) && hasRisen && !isUnfair("reward/mean") ? [line(`seconds until the reward reached ${number(level)}`, runs.map((run) => reached(run, level * (1 - 1e-6))), "lower")] : [])];
   const overlaid = (key, title) => figure(`both-${key}`, title, "", (choice) => runs.flatMap((run, i) => curves(run, [key], { clock: choice === "by seconds" && seconds }, names[i], i)), { choices: ["by step", "by seconds"], caption: () => "", x: "" });
-  return [el("h2", {}, "Numbers: the mean of the last fifth of each run"), el("div", { class: "scroll" }, grid(["", ...names], rows)),
+  return [el("h2", {}, "Numbers; of a metric, the mean of the last fifth of a run"), grid(["", ...names], rows),
     el("div", { class: "grid" }, ...[["reward/mean", "Reward"], ["evaluation/score", "Evaluation"], ["rollout/completion_tokens_mean", "Length"], ["policy/entropy", "Entropy"], ["time/trained_tokens_per_second", "Trained tokens a second"], ["mismatch/kl", "Mismatch"]]
       .filter(([key]) => runs.some((run) => run.core.series[key])).map(([key, title]) => overlaid(key, title))),
     el("h2", {}, `Settings that differ between the runs: ${differing.length}`), el("div", { class: "scroll" }, grid(["setting", ...names], differing.map((key) => [key, ...tables.map((table) => el("code", {}, table[key] ?? "–"))]))),
@@ -147,7 +152,12 @@ function header(run) {
   $("name").replaceChildren(...visibleNodes(runs.length > 1 ? runs.map((one) => one.core.header.name).join(" and ") : head.name));
   document.title = visible($("name").textContent);
   $("head").replaceChildren(...list([["run", head.description || head.name], ["model", head.model], ["state", head.state], ["steps", number(head.steps) + (head.of_steps ? ` of ${number(head.of_steps)}` : "")],
-    ["reward", dash(head.reward_first, head.reward_last)], ...(head.score_first == null ? [] : [["evaluation", dash(head.score_first, head.score_last)]]), ["duration", duration(head.seconds)], ["started", head.started]]).childNodes);
+    ["reward, first and last fifth", dash(head.reward_first, head.reward_last)], ...(head.score_first == null ? [] : [["first and last evaluation", dash(head.score_first, head.score_last)]]), ["duration", duration(head.seconds)], ["started", head.started]]).childNodes);
+}
+function choose(i) {
+  chosen = i;
+  $("run").value = i;
+  header(runs[i]);
 }
 async function open(name, chart) {
   part = Object.hasOwn(PARTS, name) ? name : "overview";
@@ -197,7 +207,7 @@ async function begin() {
   for (let i = 0, core; (core = $(`core-${i}`)); i++) runs.push({ core: JSON.parse(await unpack(core.textContent)), samples: $(`samples-${i}`).textContent, evaluations: $(`evaluations-${i}`).textContent });
   $("run").replaceChildren(...runs.map((run, i) => el("option", { value: i }, run.core.header.name)));
   $("pick").hidden = runs.length < 2;
-  $("run").addEventListener("change", () => { chosen = Number($("run").value); header(runs[chosen]); follows(); });
+  $("run").addEventListener("change", () => { choose(Number($("run").value)); follows(); });
   colours();
   tabs();
   header(runs[chosen]);

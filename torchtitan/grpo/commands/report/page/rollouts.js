@@ -2,22 +2,22 @@
 
 const SHADES = { // how a token's number becomes a colour: [red, green, blue, strength from 0 to 1]
   logprob: [(v) => [224, 123, 26, Math.min(1, -v / 6)], "0", "−6 or less: unlikely when sampled"],
-  ratio: [(v) => [...(v > 1 ? [224, 123, 26] : [47, 126, 216]), Math.min(1, Math.abs(Math.log(v)) * 3)], "1", "far from 1; blue below, orange above"],
+  ratio: [(v) => [...(v > 1 ? [224, 123, 26] : [47, 126, 216]), Math.min(1, Math.abs(Math.log(v)) * 3)], "1: as likely for the trainer as when sampled", "far from 1; blue below, orange above"],
   advantage: [(v) => [...(v < 0 ? [224, 123, 26] : [47, 126, 216]), Math.min(1, Math.abs(v) / 2)], "0", "±2 or more; orange below 0, blue above"],
   trained: [(v) => [42, 157, 98, v ? 0.45 : 0], "not trained (underlined)", "trained"],
 };
 const shade = (mode, value) => { const [r, g, b, a] = SHADES[mode][0](value); return `rgba(${r},${g},${b},${0.55 * a})`; };
 
-const textOf = (record) => record.haystack ??= (record.context ?? []).map((part) => part?.text ?? "").join("\n").toLowerCase();
+const textOf = (record) => record.haystack ??= [...(record.context ?? []).map((part) => part?.text ?? ""), ...Object.values(record.columns ?? {}).map(show)].join("\n").toLowerCase();
 const written = (record) => (record.context ?? []).filter((part) => part?.role !== "prompt").map((part) => part?.text ?? "").join(" ");
 const lengthOf = (record) => record.num_tokens ??= (record.context ?? []).reduce((sum, part) => sum + (part?.role === "model" ? part.num_tokens ?? 0 : 0), 0);
 const span = (text) => { const [a, b = a] = text.split(/\s*[-:–]\s*/).map((word) => (word === "" ? NaN : Number(word))); return [a, b]; };
-const within = (text, value) => { if (!text.trim()) return true; const [a, b] = span(text); return !(value < a) && !(value > b) && value != null; };
+const within = (text, value) => { if (!text.trim()) return true; const [a, b] = span(text); return (a === a || b === b) && !(value < a) && !(value > b) && value != null; };
 
 const MOST = 4000; // tokens of a completion in the page, as reading.py has it
 
 const FILTERS = [ // [label, class, hint, test]
-  ["Text", "long", "in prompt or completion", (record, word) => textOf(record).includes(word.toLowerCase())],
+  ["Text", "long", "in prompt, completion or columns", (record, word) => textOf(record).includes(word.toLowerCase())],
   ["Step", "", "12 or 10-20", (record, word) => within(word, record.step)],
   ["Prompt", "", "7", (record, word) => within(word, record.number)],
   ["Reward", "", "0.5-1", (record, word) => within(word, record.reward)],
@@ -33,6 +33,7 @@ function browser(records, about, label) {
   const order = el("select", { onchange: () => refresh() }, ...["step", "lowest reward", "highest reward", "longest"].map((one) => el("option", {}, one)));
   const ORDERS = { step: () => 0, "lowest reward": (a, b) => (a.reward ?? 9e9) - (b.reward ?? 9e9),
     "highest reward": (a, b) => (b.reward ?? -9e9) - (a.reward ?? -9e9), longest: (a, b) => lengthOf(b) - lengthOf(a) };
+  const buttons = new Map();
   let timer, found = [], shown = 100;
   const later = () => { clearTimeout(timer); timer = setTimeout(refresh, 120); };
   function refresh() {
@@ -54,16 +55,14 @@ function browser(records, about, label) {
     const near = steps.sort((a, b) => Math.abs(a - step) - Math.abs(b - step)).slice(0, 4).sort((a, b) => a - b);
     return !(step >= 0) || steps.includes(step) ? "Loosen a filter." : `Step ${step} is not in this page; the nearest are ${near.join(", ")}. A report with --steps ${step} has it, if the file has it.`;
   };
-  const row = (record) => el("li", {}, el("button", { onclick: (event) => {
-    list.querySelector("[aria-current]")?.removeAttribute("aria-current");
-    event.currentTarget.setAttribute("aria-current", "true");
-    open(record);
-  } }, `step ${record.step} · ${record.number != null ? `prompt ${record.number}` : record.row} · `, el("b", {}, record.reward == null ? "no reward" : number(record.reward)),
-  ` · ${lengthOf(record)} tokens · ${record.finish_reason}`, el("span", { class: "text" }, written(record).slice(0, 160))));
+  const row = (record) => buttons.get(record) ?? buttons.set(record, el("li", {}, el("button", { onclick: () => open(record) }, `step ${record.step} · ${record.number != null ? `prompt ${record.number}` : record.row} · `, el("b", {}, record.reward == null ? "no reward" : number(record.reward)),
+  ` · ${lengthOf(record)} tokens · ${record.finish_reason}`, el("span", { class: "text" }, written(record).slice(0, 160))))).get(record);
   function open(record, mode) {
+    list.querySelector("[aria-current]")?.removeAttribute("aria-current");
+    row(record).firstChild.setAttribute("aria-current", "true");
     const group = records.filter((other) => other.step === record.step && other.group_id === record.group_id);
     const same = records.filter((other) => other.row != null && other.row === record.row);
-    detail.replaceChildren(...completion(record, group, same, open, mode));
+    detail.replaceChildren(...completion(record, group, same, open, mode).filter(Boolean));
     detail.focus();
   }
   const fields = FILTERS.map(([name], i) => el("label", {}, name, inputs[i]));
@@ -78,7 +77,7 @@ function completion(record, group, same, open, mode) {
   const choose = el("select", { onchange: () => { open(record, choose.value); document.querySelector(".detail select").focus(); } }, ...modes.map((name) => el("option", { selected: name === mode }, name)));
   const facts = Object.entries({ reward: record.reward, ...record.reward_components, advantage: record.advantage, unscored: record.unscored || null,
     "left out": record.left_out || null, row: record.row, versions: (record.versions ?? []).map((one) => [one].flat()[0]).join(", "), server: record.server,
-    ...record.columns, ...prefixed("logged ", record.logged) }).filter(([, value]) => value != null && value !== "");
+    "lowest log-probability": values(record, "logprob") && Math.min(...record.tokens.logprob.filter((value) => value != null)), ...record.columns, ...prefixed("logged ", record.logged) }).filter(([, value]) => value != null && value !== "");
   const [, low, high] = SHADES[mode];
   const legend = el("span", {}, " ", el("span", { class: "key", style: `background:${shade(mode, { logprob: 0, ratio: 1, advantage: 0, trained: 0 }[mode])}` }, low),
     el("span", { class: "key", style: `background:${shade(mode, { logprob: -6, ratio: 1.5, advantage: -2, trained: 1 }[mode])}` }, high));
@@ -95,7 +94,7 @@ function completion(record, group, same, open, mode) {
       return [el("button", { onclick: () => open(best, mode) }, `step ${best.step}`), number(all.reduce((sum, one) => sum + (one.reward ?? 0), 0) / all.length), written(best).slice(0, 300)];
     })))] : [];
   return [el("h2", {}, `Step ${record.step}, ${record.number != null ? `prompt ${record.number}` : record.row}, completion ${group.indexOf(record) + 1} of ${group.length}`),
-    list(facts), el("p", {}, el("label", {}, "Colour tokens by ", choose), legend), readout, ...conversation(record, mode, readout), ...others, ...over];
+    list(facts), record.tokens && el("p", {}, el("label", {}, "Colour tokens by ", choose), legend), readout, ...conversation(record, mode, readout), ...others, ...over];
 }
 
 const prefixed = (word, object) => Object.fromEntries(Object.entries(object ?? {}).map(([key, value]) => [word + key, value]));
