@@ -38,8 +38,9 @@ async function unpack(text) {
   return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).text();
 }
 const records = (text) => text.split("\n").filter(Boolean).map((line) => JSON.parse(line)).sort((a, b) => a.step - b.step);
-let plotly; // its script is only run once a chart comes into view
-const library = () => plotly ??= unpack($("plotly").textContent).then((code) => document.head.append(Object.assign(document.createElement("script"), { nonce, textContent: code })));
+let plotly; // its script takes a second or two: it is run once a chart comes into view and the text is painted
+const painted = () => new Promise((done) => requestAnimationFrame(() => setTimeout(done)));
+const library = () => plotly ??= painted().then(() => unpack($("plotly").textContent)).then((code) => document.head.append(Object.assign(document.createElement("script"), { nonce, textContent: code })));
 const rolloutsOf = (run) => run.rollouts ??= unpack(run.samples).then(records);
 const evaluatedOf = (run) => run.evaluated ??= unpack(run.evaluations).then((text) => records(text).flatMap((r) => (r.completions ?? []).map((one) => ({
   step: r.step, group_id: `${r.set}:${r.row}`, row: `${r.set}:${r.row}`, reward: one.score, finish_reason: one.finish_reason, num_tokens: one.num_tokens, versions: one.versions,
