@@ -104,6 +104,7 @@ def test_a_plan_that_is_refused_says_why(repository, word: str, said: str) -> No
     assert status == 2 and found["error"].startswith(said) and said in text
 
 
+@pytest.mark.long  # the checks themselves have other tests
 def test_verify_has_each_check(repository, tmp_path, fork_server) -> None:
     model = str(repository / MODEL)
     spec = ServerSpec("embedded", model, held_port(), "cpu", "float32", 256, 8)

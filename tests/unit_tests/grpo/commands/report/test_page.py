@@ -184,8 +184,12 @@ def test_hostile_texts_are_shown_and_do_nothing(tmp_path, opened):
 
 
 @pytest.mark.parametrize(
-    ("width", "mode"), [(400, "light"), (400, "dark"), (1280, "light"), (1280, "dark")]
-)
+    ("width", "mode"),
+    [
+        (400, "dark"), (1280, "light"),
+        *(pytest.param(*one, marks=pytest.mark.long) for one in [(400, "light"), (1280, "dark")]),
+    ],
+)  # fmt: skip
 def test_every_part_fits_the_width_in_both_colours(long_run, opened, width, mode):
     page = opened(long_run, width, mode)
     assert page.evaluate("document.documentElement.dataset.mode") == mode
