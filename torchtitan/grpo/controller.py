@@ -333,10 +333,12 @@ class RolloutController(StepSource):
         if not self._is_closed and (summary := run_summary(self.link.dropped)):
             logger.warning(summary)
         self._is_closed = True
-        super().close()
-        self._ledger.close()
-        if self._recorder is not None:
-            self._recorder.close()
+        try:
+            super().close()
+        finally:
+            self._ledger.close()
+            if self._recorder is not None:
+                self._recorder.close()
 
 
 def _server_device(config: JobConfig) -> Literal["cpu", "cuda"]:

@@ -178,7 +178,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "plan": _imported("commands.forecast.command", "plan"),
     "evaluate": evaluate,
     "serve": serve,
-    "timeline": _imported("observe.timeline", "timeline"),
+    "timeline": _imported("commands.timeline", "timeline"),
     "report": _imported("commands.report.command", "report"),
     "show": _imported("commands.show", "show"),
     "verify": lambda *of: importlib.import_module("torchtitan.grpo.commands.verify").main(*of),

@@ -121,5 +121,7 @@ class StepSource(ABC):
 
     def close(self) -> None:
         """Ends child processes and closes files; harmless if nothing was started."""
-        self.write_samples()
-        self.samples.close()
+        try:
+            self.write_samples()
+        finally:
+            self.samples.close()

@@ -165,6 +165,8 @@ def init_console(level: str, *, is_rank_zero: bool) -> None:
         logger.addHandler(events)
     for handler in logger.handlers:
         handler.addFilter(lambda record: not any(noise in record.getMessage() for noise in _NOISE))
+    # Matplotlib logs that it builds its font cache, once on each machine.
+    logging.getLogger("matplotlib").setLevel("WARNING")
     for message in _NOISY_WARNINGS:
         warnings.filterwarnings("ignore", message=message)
 

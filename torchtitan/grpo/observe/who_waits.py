@@ -125,7 +125,7 @@ class WhoWaits:
         self._held += metrics.get("rollout/wait_trainer_fraction", 0.0) * seconds
         if "ranks/slowest" in metrics:
             self._ranks[metrics["ranks/slowest"]] += 1
-            self._factors.append(metrics["ranks/slowest_factor"])
+            self._factors.append(metrics.get("ranks/slowest_factor", 1.0))
         if "policy_version" in metrics:
             self._latest = metrics
 

@@ -4,6 +4,7 @@
 """What a run's numbers advise to change, with the figures that say so."""
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,7 @@ from torchtitan.grpo.observe.who_waits import WhoWaits
 from torchtitan.grpo.system.strict_json import finite
 
 _LAST_STEPS, _WORSE = 1000, "worse policy"
+_OF_WAITS = re.compile("(wall|wait|servers|ranks)/|policy_version|rollout/wait_trainer_fraction")
 
 
 @dataclass(frozen=True)
@@ -74,11 +76,14 @@ def advisories(told: Told) -> list[dict[str, str]]:
 
 def _causes_so_far(told: Told) -> list[dict[str, Any]]:
     """The causes in the last steps of a run that has no summary."""
+    if told.config_file is None:
+        return []
     try:
         waits = WhoWaits(read_config(["--job.config_file", str(told.config_file)]))
     except ConfigError:  # of an earlier release
         return []
-    columns, number = told.metrics.columns, len(told.metrics.steps)
+    columns = {k: c for k, c in told.metrics.columns.items() if _OF_WAITS.match(k)}
+    number = len(told.metrics.steps)
     for i in range(max(0, number - _LAST_STEPS), number):
         waits.add({key: column[i] for key, column in columns.items() if math.isfinite(column[i])})
     return waits.causes()
@@ -134,10 +139,11 @@ def _worse(told: Told) -> str:
     scores, reward = told.evaluations.known("evaluation/score"), "reward/mean"
     before, after = told.early(reward), told.late(reward)
     if not len(scores):
-        is_worse = before - after > 0.1 * abs(before)
+        fell, noise = before - after, 0.2 * told.late("reward/std")
+        is_worse = fell > 0.1 * abs(before) and not fell < noise
         return f"The reward fell from {before:.3g} to {after:.3g}." if is_worse else ""
     best, last = scores.max(), scores[-1]
-    if best - last <= 0.2 * abs(best):
+    if best - last <= max(0.2 * abs(best), 0.02):
         return ""
     rose = " while the reward rose: it may not measure the task" if after > before else ""
     return f"The score of evaluations fell from {best:.3g} to {last:.3g}{rose}."

@@ -324,12 +324,15 @@ class Dispatcher:
         if requests:
             await asyncio.wait(requests, timeout=_CLOSE_SECONDS)
 
-    def ready(self, usable: Callable[[int], bool]) -> list[Server]:
-        """Returns the servers whose version is usable, without those that have stopped to answer if any does."""
+    def ready(
+        self, usable: Callable[[int], bool], allowed: Callable[[Server], bool] | None = None
+    ) -> list[Server]:
+        """Returns allowed servers whose version is usable, without those that have stopped to answer if any does."""
         found = [
             server
             for server in self.servers.values()
             if server.is_ready() and server.version is not None and usable(server.version)
+            if allowed is None or allowed(server)
         ]
         return [server for server in found if not server.is_silent] or found
 
@@ -400,9 +403,7 @@ class Dispatcher:
         seconds, floor = self._config.request_timeout_seconds, completion.floor
         patience, group_id = Patience(seconds), completion.prompt.group_id
         while True:
-            ready = self.ready(lambda version: version >= floor)
-            if completion.allowed is not None:
-                ready = [server for server in ready if completion.allowed(server)]
+            ready = self.ready(lambda version: version >= floor, completion.allowed)
             holders = (s for s in ready if any(job.group_id == group_id for job in s.jobs))
             server = best_server(ready, prefer=next(holders, None), has_begun=True)
             if server is not None:

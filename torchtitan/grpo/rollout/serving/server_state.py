@@ -213,6 +213,7 @@ class Server:
     def end_job(self, job: Job, num_tokens: int | None = None) -> None:
         """Notes the end of a completion. ``num_tokens`` is its length, or None if it failed."""
         if num_tokens is not None:
+            self.is_silent = False
             if self.window is not None and job.number is not None:
                 self.window.succeed(job.number, self.load)
             now = time.monotonic()
@@ -251,7 +252,7 @@ class Server:
     def attest(self, version: int, pause_seconds: float = 0.0) -> None:
         """Notes that a version is served now, for which generation was paused."""
         self.version = self.attested = version
-        self.is_lost = self.is_asleep = False
+        self.is_lost = self.is_asleep = self.is_silent = False
         self.retry_at = 0.0
         left = self.clock.move(pause_seconds, "generating", "paused")
         self.clock.move(left, "idle", "paused")
@@ -293,8 +294,9 @@ class Server:
             async with asyncio.timeout(_LOAD_TIMEOUT_SECONDS):
                 load = await self.client.load()
         except (ServerError, TimeoutError) as error:
+            was_silent = self.is_silent
             self.is_silent = isinstance(error, TimeoutError) or not error.was_answered
-            if self.reported is not None:
+            if self.reported is not None or (self.is_silent and not was_silent):
                 reason = str(error) or f"no answer within {_LOAD_TIMEOUT_SECONDS:.0f} s"
                 logger.info("The load of %s is unknown: %s", self.url, reason)
             load = None

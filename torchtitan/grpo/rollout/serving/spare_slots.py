@@ -54,7 +54,7 @@ class SpareSlots:
         has_begun: bool = False,
     ) -> Server | None:
         """Returns ``prefer`` if it may take a completion, or else the least busy server that may, if any."""
-        candidates = [s for s in self._dispatcher.ready(usable) if self._is_allowed(s)]
+        candidates = self._dispatcher.ready(usable, self._is_allowed)
         if not has_begun:
             in_flight = self._dispatcher.in_flight_evaluation
             if in_flight >= self._max_concurrent:

@@ -228,6 +228,7 @@ def test_runs_are_compared(tmp_path, opened):
     one = make_run(tmp_path / "one", 30, groups=1, size=2)
     two = make_run(tmp_path / "two", 30, groups=1, size=2, **{"reward/mean": 0.99})
     text = (two / "starts/1/config.toml").read_text().replace("lr = 1e-06", "lr = 5e-06")
+    text += "\n[reward]\nnum_workers = 4\n"  # does not change what a reward means
     (two / "starts/1/config.toml").write_text(text)
     assert cli.run(["report", str(one), str(two), "-o", str(tmp_path / "both.html")]) == 0
     page = opened(tmp_path / "both.html")

@@ -233,8 +233,22 @@ def test_a_server_that_does_not_say_its_load_gets_no_work_while_another_one_does
     silent, other = dispatcher.servers.values()
     silent.is_silent = True
     assert dispatcher.choose(lambda version: True, prefer="http://a") is other
+    # Unless it is the only one that may, as the one that serves a version to evaluate.
+    assert dispatcher.ready(lambda version: True, lambda server: server is silent) == [silent]
     other.is_silent = True
     assert dispatcher.choose(lambda version: True, prefer="http://a") is silent
+
+
+@pytest.mark.parametrize("sign", ["a completion", "an attestation"])
+def test_a_server_that_gives_a_sign_of_life_is_not_silent(sign: str):
+    dispatcher = attested(*servers_named("a"))
+    (server,) = dispatcher.servers.values()
+    server.is_silent = True
+    if sign == "a completion":
+        server.end_job(server.begin_job(4.0), 4)
+    else:
+        dispatcher.set_version(server.url, 1)
+    assert not server.is_silent
 
 
 async def test_removed_server_is_not_waited_for_while_it_is_told():

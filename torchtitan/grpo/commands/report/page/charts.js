@@ -56,11 +56,15 @@ function curves(run, patterns, options, name = "", number = 0) {
   const all = Object.keys(run.core.series);
   let keys = [...new Set(patterns.flatMap((pattern) => all.filter((key) => new RegExp(`^(${pattern})$`).test(key))))];
   if (options.some) keys = keys.filter((key) => run.core.series[key].y.some(Boolean));
-  const twins = (key) => keys.filter((other) => other === key || String(run.core.series[other].y) === String(run.core.series[key].y)); // one would hide the other
-  return keys.filter((key) => twins(key)[0] === key).slice(0, 12).map((key, i) => {
+  const twins = new Map(); // equal curves: one would hide the other
+  for (const key of keys) {
+    const same = JSON.stringify(run.core.series[key]);
+    twins.set(same, [...(twins.get(same) ?? []), key]);
+  }
+  return [...twins.values()].slice(0, 12).map(([key, ...others], i) => {
     const { x, y } = points(run.core.series[key]);
     const few = options.points || y.length < 40;
-    return { x: options.clock ? x.map((step) => options.clock(run, step)) : x, y, name: plain(name ? `${name}: ${key}` : twins(key).join(" = ")),
+    return { x: options.clock ? x.map((step) => options.clock(run, step)) : x, y, name: plain(name ? `${name}: ${key}` : [key, ...others].join(" = ")),
       mode: few ? "lines+markers" : "lines", connectgaps: false, marker: { size: 4 },
       line: { width: 1.4, color: COLOURS[(name ? number : i) % COLOURS.length], dash: STYLES[(name ? i : 0) % 4] } };
   });
@@ -85,10 +89,15 @@ function spreadOf(run) { // bands behind the reward: one standard deviation, and
   return found;
 }
 
+function timeOf(shares, parts) { // of each bucket; waits are parts of the steps, to which the start does not belong
+  const counted = Object.entries(shares.trainer).filter(([name]) => name !== "start" || parts.start).map(([, y]) => y);
+  return shares.x.map((_, i) => counted.reduce((sum, y) => sum + (y[i] ?? 0), 0));
+}
+
 function stacked(shares, parts, relative) {
   const total = (name) => parts[name].reduce((sum, value) => sum + (value ?? 0), 0);
   const names = Object.keys(parts).filter(total).sort((a, b) => total(b) - total(a));
-  const whole = shares.x.map((_, i) => Object.values(shares.trainer).reduce((sum, y) => sum + (y[i] ?? 0), 0));
+  const whole = timeOf(shares, parts);
   const scaled = (y) => (relative ? y.map((value, i) => (whole[i] ? 100 * value / whole[i] : 0)) : y);
   return names.map((name, i) => ({ x: shares.x, y: scaled(parts[name]), name: plain(name.replace(/_/g, " ")), stackgroup: "one",
     mode: "lines", line: { width: .5, color: COLOURS[i % COLOURS.length], shape: "hvh" },

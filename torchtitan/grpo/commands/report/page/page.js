@@ -60,9 +60,9 @@ const left = (kept, file) => `${file} has ${number(kept.of)} records of ${number
   + (kept.kept < kept.of ? ": the first, the last, and steps between, with whole groups. --steps FIRST-LAST chooses others." : ".") + (kept.damaged ? ` ${number(kept.damaged)} damaged lines were left out.` : "");
 
 function advice(run) {
-  const { advisories } = run.core;
-  if (!advisories.length) return el("p", { id: "advice" }, "Nothing stands out.");
-  return el("ol", { class: "advice", id: "advice" }, ...advisories.map((one) => {
+  const { advisories } = run.core, id = `advice-${runs.indexOf(run)}`;
+  if (!advisories.length) return el("p", { id }, "Nothing stands out.");
+  return el("ol", { class: "advice", id }, ...advisories.map((one) => {
     const where = CHARTS.find((chart) => chart[0] === one.chart)?.[1] ?? "time";
     return el("li", {}, el("b", { class: "warn" }, one.id), `: ${one.text} · `, one.change && el("span", {}, "Change: ", el("code", {}, one.change), " · "), el("a", { href: `#${where}/${one.chart}`, onclick: () => choose(runs.indexOf(run)) }, "chart"));
   }));
@@ -74,8 +74,7 @@ function stack(run, id, title, parts) {
     { wide: true, choices: SHOWN, caption: () => `${shareText(run.core.shares, parts(run.core.shares))} of the time (docs/metrics.md explains the names)`, zero: true });
 }
 const shareText = (shares, parts) => {
-  const total = (all) => Object.entries(all).map(([name, y]) => [name, y.reduce((a, b) => a + (b ?? 0), 0)]), sums = total(parts);
-  const whole = total(shares.trainer).reduce((a, [name, b]) => a + (name === "start" && !parts.start ? 0 : b), 0);
+  const sums = Object.entries(parts).map(([name, y]) => [name, y.reduce((a, b) => a + (b ?? 0), 0)]), whole = timeOf(shares, parts).reduce((a, b) => a + b, 0);
   return whole ? sums.sort((a, b) => b[1] - a[1]).slice(0, 4).map(([name, sum]) => `${name.replace(/_/g, " ")} ${(100 * sum / whole).toFixed(0)} %`).join(", ") : "nothing";
 };
 const trainer = (run) => stack(run, "trainer", "What the training thread did", (shares) => shares.trainer);
@@ -116,7 +115,8 @@ function log(run) {
 // Two or more runs: their numbers, their curves over steps or seconds, and the settings in which they differ.
 const JUDGED = [["reward/mean", "higher"], ["evaluation/score", "higher"], ["time/step_seconds", "lower"], ["time/trained_tokens_per_second", "higher"], ["time/wait_data_fraction", "lower"],
   ["rollout/length_fraction", "lower"], ["reward/equal_groups_fraction", "lower"], ["mismatch/kl", "lower"], ["staleness/mean_steps", "lower"], ["policy/entropy", ""], ["rollout/completion_tokens_mean", ""]];
-const UNFAIR = { "reward/mean": /^(reward|environments)\.|^prompts\.(path|template)/, "evaluation/score": /^evaluation\.(?!interval)/ }; // settings that change what it means
+const UNFAIR = { "reward/mean": /^(reward|environments)\.(.+\.)?(functions|weights|unscorable_value|kind|model|template|score|options|path)$|^prompts\.(path|name|split|column|weights|template|system_prompt)$|^agent\.function$/,
+  "evaluation/score": /^evaluation\.(.+\.)?(path|name|split|function|num_prompts|temperature|environment)$/ }; // settings that change what it means
 function at(curve, x) { // the last value at or before x
   let low = 0, high = curve.x.length;
   while (low < high) { const middle = (low + high) >> 1; if (curve.x[middle] <= x) low = middle + 1; else high = middle; }
@@ -199,7 +199,7 @@ async function watch() { // asks for what is new; completions and tables are ren
     const packed = await answer.json();
     for (const [i, run] of packed.entries()) Object.assign(runs[i], run, { core: JSON.parse(await unpack(run.core)), rollouts: null, evaluated: null, ticks: null });
     header(runs[chosen]);
-    $("advice")?.replaceWith(advice(runs[chosen]));
+    runs.forEach((run, i) => $(`advice-${i}`)?.replaceWith(advice(run)));
     redraw();
   }
   setTimeout(watch, Number(document.body.dataset.watch) * 1000);

@@ -34,7 +34,7 @@ function browser(records, about, label) {
   const ORDERS = { step: () => 0, "lowest reward": (a, b) => (a.reward ?? 9e9) - (b.reward ?? 9e9),
     "highest reward": (a, b) => (b.reward ?? -9e9) - (a.reward ?? -9e9), longest: (a, b) => lengthOf(b) - lengthOf(a) };
   const buttons = new Map();
-  let timer, found = [], shown = 100;
+  let timer, found = [], shown = 100, marked;
   const later = () => { clearTimeout(timer); timer = setTimeout(refresh, 120); };
   function refresh() {
     clearTimeout(timer);
@@ -58,8 +58,9 @@ function browser(records, about, label) {
   const row = (record) => buttons.get(record) ?? buttons.set(record, el("li", {}, el("button", { onclick: () => open(record) }, `step ${record.step} · ${record.number != null ? `prompt ${record.number}` : record.row} · `, el("b", {}, record.reward == null ? "no reward" : number(record.reward)),
   ` · ${lengthOf(record)} tokens · ${record.finish_reason}`, el("span", { class: "text" }, written(record).slice(0, 160))))).get(record);
   function open(record, mode) {
-    list.querySelector("[aria-current]")?.removeAttribute("aria-current");
-    row(record).firstChild.setAttribute("aria-current", "true");
+    marked?.removeAttribute("aria-current");
+    marked = row(record).firstChild;
+    marked.setAttribute("aria-current", "true");
     const group = records.filter((other) => other.step === record.step && other.group_id === record.group_id);
     const same = records.filter((other) => other.row != null && other.row === record.row);
     detail.replaceChildren(...completion(record, group, same, open, mode).filter(Boolean));

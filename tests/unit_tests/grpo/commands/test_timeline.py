@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from torchtitan.grpo.commands.cli import run
-from torchtitan.grpo.observe.timeline import merge
+from torchtitan.grpo.commands.timeline import merge
 
 SECOND = 1_000_000
 Event = dict[str, Any]
