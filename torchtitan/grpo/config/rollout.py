@@ -79,11 +79,11 @@ class Rollout:
     completion counts as failed. Importing the environment may take ten times as long."""
 
     environment_workers: Annotated[int, at_least(1)] = 1
-    """Experimental: Number of processes that run environments. Each process runs many
+    """Number of processes that run environments. Each process runs many
     environments at the same time."""
 
     buffer_size_limit: Annotated[int, at_least(1).or_value(0, "twice a batch")] = 0
-    """Experimental: Number of finished rollouts waiting for the trainer at which no further
+    """Number of finished rollouts waiting for the trainer at which no further
     groups are started. It must be at least the size of a batch, ``grpo.prompts_per_step *
     grpo.group_size``."""
 

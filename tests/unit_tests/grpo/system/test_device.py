@@ -83,7 +83,7 @@ ON_A_GPU = {
 # They use none, or only through calls of torch that choose the tensor's device themselves.
 ELSEWHERE = {
     "{}",  # an environment's, and those of a worker
-    "embedded-engine", "weight-gather-source", "folder-lock", "log-limit", "lost-rank-end",
+    "embedded-engine", "weight-gather-source", "folder-lock", "log-limit", "lost-rank-end", "samples",
     "monitor", "orphan-reaper", "parent-watch", "phases", "rank-channel", "run-removal", "snapshot-copy",
     "stop-watch", "templates", "weight-checksums", "weight-encode", "weight-leave-{}", "weight-publisher",
     "weight-slots", "weight-write",
