@@ -92,7 +92,7 @@ class RunningServer:
     launched: LaunchedServer
 
     def client(self) -> InferenceClient:
-        return make_client(self.kind, self.launched.url, request_timeout_seconds=120, **KEYS)
+        return make_client(self.kind, self.launched.url, request_timeout_seconds=300, **KEYS)
 
 
 class Trainer:
