@@ -48,7 +48,7 @@ _CAUSES = {
         "look at its log and its device, or leave it out of", ("inference.urls",),
     ),
     "stalled_server": _Cause(
-        "the server {lost}, which had stopped to answer", "look at its log; lower", ("rollout.request_timeout_seconds",),
+        "the server {lost}, which had stopped answering", "look at its log; lower", ("rollout.request_timeout_seconds",),
     ),
     "no_server": _Cause("a server: none was ready", "look at the servers' logs, or add servers", ("inference.num_servers",)),
     "bound": _Cause(

@@ -10,7 +10,7 @@ While the trainer waits, its time has one of these causes at every moment, the f
     no_server       no server is ready
     episodes        environments or agents hold completions, and no server generates any of the batch
     bound, buffer   nothing of the batch is being generated, because no group may start
-    stalled_server  all servers that generate for the batch have stopped to answer
+    stalled_server  all servers that generate for the batch have stopped answering
     slow_server     they are much slower than the others
     tail            at most a quarter of the batch's completions is left
     concurrency     a server has no requests, but rollout.max_concurrent_rollouts is reached

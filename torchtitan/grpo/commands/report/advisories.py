@@ -18,7 +18,12 @@ from torchtitan.grpo.config.command_line.reading import read_config
 from torchtitan.grpo.observe.who_waits import WhoWaits
 from torchtitan.grpo.system.strict_json import finite
 
-_LAST_STEPS, _WORSE = 1000, "worse policy"
+_LAST_STEPS = 1000
+_WORSE = (
+    "worse policy",
+    "score",
+    "optimizer.lr, grpo.group_size, grpo.prompts_per_step, reward.functions",
+)
 _OF_WAITS = re.compile("(wall|wait|servers|ranks)/|policy_version|rollout/wait_trainer_fraction")
 
 
@@ -64,13 +69,14 @@ def advisories(told: Told) -> list[dict[str, str]]:
         is_of_rollouts = f"wait/{cause.get('cause')}_seconds" in told.metrics.columns
         return "waits" if is_of_rollouts else "trainer"
 
-    found = [
+    worse = [(*_WORSE, text)] if (text := _worse(told)) else []
+    waits = [
         (f"waits for {c.get('cause')}", chart(c), str(c.get("setting") or ""), str(c.get("text")))
         for c in causes
         if isinstance(c, dict) and (finite(c.get("fraction")) or 0.0) >= 0.05
     ]
-    found += [(*row[:3], text) for row in _TABLE if (text := row[3](told))]
-    found.sort(key=lambda one: one[0] != _WORSE)  # to learn is more than to be fast
+    rest = [(*row[:3], text) for row in _TABLE if (text := row[3](told))]
+    found = [*worse, *waits, *rest]  # to learn matters more than to be fast
     return [dict(zip(("id", "chart", "change", "text"), one, strict=True)) for one in found]
 
 
@@ -174,7 +180,6 @@ _TABLE: tuple[tuple[str, str, str, Callable[[Told], str]], ...] = (
      lambda told: _each("{} has {:.0%} of its KV cache in use", {
          name: part for name, part in told.late_of(r"servers/(.+)/kv_use").items() if part >= 0.95})),
     ("no gradient", "gradient", "optimizer.lr, reward.functions, guards", _no_gradient),
-    (_WORSE, "score", "optimizer.lr, grpo.group_size, grpo.prompts_per_step, reward.functions", _worse),
     ("length collapse", "length", "reward.functions, reward.weights", _collapsed),
     ("unscored", "dropped", "reward.unscorable_value, reward.functions, the judge", _unscored),
     ("mismatch", "mismatch", "dtype and sampling of servers, grpo.mismatch_correction",

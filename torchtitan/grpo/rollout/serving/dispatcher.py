@@ -208,7 +208,7 @@ class Dispatcher:
             self.servers[url].window = self._window()
 
     async def watch_loads(self) -> None:
-        """Polls the servers' loads forever. A server that does not answer gets no work that others can take."""
+        """Polls the servers' loads forever. Silent servers get no work that others can take."""
         while True:
             running = [s for s in self.servers.values() if not (s.is_down or s.is_asleep)]
             await asyncio.gather(*(server.ask_load() for server in running))
@@ -327,7 +327,10 @@ class Dispatcher:
     def ready(
         self, usable: Callable[[int], bool], allowed: Callable[[Server], bool] | None = None
     ) -> list[Server]:
-        """Returns allowed servers whose version is usable, without those that have stopped to answer if any does."""
+        """Returns the allowed servers whose version is usable.
+
+        Servers that do not report their load are left out, unless none of them does.
+        """
         found = [
             server
             for server in self.servers.values()

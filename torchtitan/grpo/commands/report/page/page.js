@@ -67,10 +67,10 @@ function advice(run) {
     return el("li", {}, el("b", { class: "warn" }, one.id), `: ${one.text} · `, one.change && el("span", {}, "Change: ", el("code", {}, one.change), " · "), el("a", { href: `#${where}/${one.chart}`, onclick: () => choose(runs.indexOf(run)) }, "chart"));
   }));
 }
-const SHOWN = ["share of time", "seconds a step"], UNITS = { [SHOWN[1]]: "seconds" };
+const SHOWN = ["share of time", "seconds a step"];
 function stack(run, id, title, parts) {
   if (!Object.keys(parts(run.core.shares)).length) return null;
-  return figure(id, title, (choice) => UNITS[choice] ?? "% of the time", (choice) => stacked(run.core.shares, parts(run.core.shares), choice !== SHOWN[1]),
+  return figure(id, title, (choice) => (choice === SHOWN[1] ? "seconds" : "% of the time"), (choice) => stacked(run.core.shares, parts(run.core.shares), choice !== SHOWN[1]),
     { wide: true, choices: SHOWN, caption: () => `${shareText(run.core.shares, parts(run.core.shares))} of the time (docs/metrics.md explains the names)`, zero: true });
 }
 const shareText = (shares, parts) => {
