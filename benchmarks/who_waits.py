@@ -96,7 +96,7 @@ TWO, SYNCHRONOUS = (Stub(), Stub()), {"rollout.max_head_offpolicyness": 0}
 SAVED = {"checkpoint.enable": "true", "checkpoint.interval": 4}
 CAUSES = {
     "rewards": Planted(
-        Case({"reward.functions": f"{CODE}:slow_reward", "training.steps": 10}, stubs=TWO),
+        Case({"reward.functions": f"{CODE}:slow_reward", "training.steps": 6}, stubs=TWO),
         "reward.num_workers", {"reward.num_workers": 4},
     ),
     "judge": Planted(

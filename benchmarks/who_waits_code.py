@@ -10,7 +10,8 @@ from typing import Any
 
 from torchtitan.grpo.rollout.environments import Environment, Observation
 
-REWARD_SECONDS = 0.15
+REWARD_SECONDS = 0.6
+"""Eight groups a step take longer than a step of training on a machine that does much else."""
 
 
 def slow_reward(completions: Sequence[str], **_: Any) -> list[float]:
