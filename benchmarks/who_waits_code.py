@@ -11,7 +11,7 @@ from typing import Any
 from torchtitan.grpo.rollout.environments import Environment, Observation
 
 REWARD_SECONDS = 0.6
-"""Eight groups a step take longer than a step of training on a machine that does much else."""
+"""The rewards of a step's eight groups take longer than its training, also on a busy machine."""
 
 
 def slow_reward(completions: Sequence[str], **_: Any) -> list[float]:
